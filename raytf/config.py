@@ -1,0 +1,216 @@
+"""What a run is asked to do: frozen, keyword-only, checked when it is made.
+
+Owns every rule about arguments that needs no cluster, no TensorFlow and no data bytes. Durations end in `_s`, sizes in
+`_bytes`. A capability that is not built yet is refused by name (`refuse_unbuilt`), never ignored.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raytf.errors import ConfigError
+
+__all__ = ["CommunicationConfig", "RecoveryConfig", "SUPPORTED_KERAS", "SaveConfig", "TrainSpec", "WatchConfig", "refuse_unbuilt"]
+
+SUPPORTED_KERAS = ((3, 15), (3, 16))  # from, below: versions whose internals worker/keras_compat.py was written for
+STRATEGIES = ("auto", "multi_worker", "mirrored", "parameter_server", "tpu")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _check_int(name: str, value: Any, low: int) -> None:
+    if not _is_int(value):
+        raise ConfigError(f"{name} must be an integer >= {low}. Received: {value!r} ({type(value).__name__}).")
+    if value < low:
+        raise ConfigError(f"{name} must be an integer >= {low}. Received: {value}.")
+
+
+def _check_optional_int(name: str, value: Any, low: int) -> None:
+    if value is not None:
+        _check_int(name, value, low)
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
+        raise ConfigError(f"{name} is a duration in seconds and must be > 0. Received: {value!r}.")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}. Received: {value!r}.")
+
+
+def _check_callable(name: str, value: Any, hint: str) -> None:
+    if not callable(value):
+        raise ConfigError(f"{name} must be a function: {hint}. Received: {type(value).__name__}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """When checkpoints are written and which are kept."""
+
+    every_steps: int | None = None
+    every_s: float | None = None
+    every_epochs: int | None = None
+    cadence: Literal["fixed", "auto"] = "fixed"
+    max_overhead: float = 0.02  # share of wall time that cadence="auto" may spend on saving
+    keep_last: int | None = None
+    keep_best: str | None = None  # name of a metric
+    best_mode: Literal["min", "max"] = "min"
+    keep_every: int | None = None  # steps
+    max_stale_saves: int = 10
+    max_stale_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "every_epochs", "keep_last", "keep_every"):
+            _check_optional_int(f"SaveConfig.{name}", getattr(self, name), 1)
+        if self.every_s is not None:
+            _check_seconds("SaveConfig.every_s", self.every_s)
+        _check_choice("SaveConfig.cadence", self.cadence, ("fixed", "auto"))
+        _check_choice("SaveConfig.best_mode", self.best_mode, ("min", "max"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """How a run goes on after a failure."""
+
+    mode: Literal["auto", "survivor", "restart", "off"] = "auto"
+    spares: int = 0
+    shrink_after_s: float = 30.0
+    memory_every_steps: int | Literal["auto"] = "auto"
+    max_in_place: int = 20
+    max_node_faults: int = 2
+
+    def __post_init__(self) -> None:
+        _check_choice("RecoveryConfig.mode", self.mode, ("auto", "survivor", "restart", "off"))
+        _check_int("RecoveryConfig.spares", self.spares, 0)
+        _check_seconds("RecoveryConfig.shrink_after_s", self.shrink_after_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """What counts as a fault while a run is alive."""
+
+    hang_timeout_s: float | Literal["auto"] = "auto"
+    on_nan: Literal["stop", "rollback", "ignore"] = "stop"
+    poison_batches: Literal["stop", "skip"] = "stop"
+    agree_every_steps: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.hang_timeout_s != "auto":
+            _check_seconds("WatchConfig.hang_timeout_s", self.hang_timeout_s)
+        _check_choice("WatchConfig.on_nan", self.on_nan, ("stop", "rollback", "ignore"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """How ranks start up together and reduce.
+
+    `bytes_per_pack` bounds one collective: tensors of one dtype are packed into vectors of up to that size.
+    """
+
+    implementation: Literal["auto", "ring", "nccl"] = "auto"  # auto: NCCL when workers have GPUs, else RING
+    bytes_per_pack: int = 16 * 1024 * 1024
+    timeout_s: float | None = None  # limit of one collective; None: TensorFlow's own peer check only
+    startup_timeout_s: float = 120.0  # from the first rank that is ready to the last
+    max_port_attempts: int = 3  # whole-group retries after a port was taken by somebody else
+
+    def __post_init__(self) -> None:
+        _check_choice("CommunicationConfig.implementation", self.implementation, ("auto", "ring", "nccl"))
+        _check_int("CommunicationConfig.bytes_per_pack", self.bytes_per_pack, 1)
+        if self.timeout_s is not None:
+            _check_seconds("CommunicationConfig.timeout_s", self.timeout_s)
+        _check_seconds("CommunicationConfig.startup_timeout_s", self.startup_timeout_s)
+        _check_int("CommunicationConfig.max_port_attempts", self.max_port_attempts, 1)
+
+
+_UNBUILT = {
+    "save": "checkpoints while training (SaveConfig)",
+    "recovery": "recovery modes (RecoveryConfig)",
+    "watch": "the watchdog and NaN policy (WatchConfig)",
+    "drill": "fault drills",
+    "resume_from": "manual recovery",
+}
+
+
+def refuse_unbuilt(**arguments: Any) -> None:
+    """Raises ConfigError for the first argument that is given and whose capability this version does not have."""
+    for name, value in arguments.items():
+        if value is not None:
+            what = _UNBUILT[name]
+            raise ConfigError(f"{name}={value!r}: {what} is not built yet in this version. Leave {name} out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """Everything one run does, apart from where it runs. See `raytf.KerasTrainer` for what each field means."""
+
+    build_model: Callable[..., Any]
+    train_data: Any
+    validation_data: Any = None
+    validation_freq: int = 1
+    global_batch_size: int = 32
+    epochs: int = 1
+    initial_epoch: int = 0
+    seed: int = 0
+    shuffle: bool = True
+    drop_remainder: bool = False
+    transform: Callable[..., Any] | None = None
+    callbacks: Callable[[], list[Any]] | None = None
+    class_weight: Mapping[int, float] | None = None
+    verbose: Literal["auto", 0, 1, 2] = "auto"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str = "auto"
+    legacy_keras: bool = False
+    deterministic: bool = True
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+
+    def __post_init__(self) -> None:
+        _check_callable("build_model", self.build_model, "build_model(config) -> a compiled model")
+        if self.train_data is None:
+            raise ConfigError("train_data is None. Give a source, for example raytf.ArraySource(x, y).")
+        _check_int("global_batch_size", self.global_batch_size, 1)
+        _check_int("initial_epoch", self.initial_epoch, 0)
+        _check_int("epochs", self.epochs, 1)
+        _check_int("validation_freq", self.validation_freq, 1)
+        _check_int("seed", self.seed, 0)
+        if self.seed >= 2**32:
+            raise ConfigError(f"seed must be below 2**32. Received: {self.seed}.")
+        for name in ("shuffle", "drop_remainder", "legacy_keras", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False. Received: {getattr(self, name)!r}.")
+        if self.transform is not None:
+            _check_callable("transform", self.transform, "transform(x, y[, key]) -> (x, y), of TensorFlow ops")
+        if isinstance(self.callbacks, list | tuple):
+            raise ConfigError(
+                "callbacks must be a function that makes them on each worker, because Keras callbacks hold a model. "
+                "Write callbacks=lambda: [...]. Received: a list."
+            )
+        if self.callbacks is not None:
+            _check_callable("callbacks", self.callbacks, "callbacks() -> list of Keras callbacks")
+        if self.class_weight is not None:
+            self._check_class_weight()
+        if self.verbose not in ("auto", 0, 1, 2):
+            raise ConfigError(f'verbose must be "auto", 0, 1 or 2. Received: {self.verbose!r}.')
+        if not isinstance(self.config, Mapping):
+            raise ConfigError(f"config must be a mapping handed to build_model. Received: {type(self.config).__name__}.")
+        if not isinstance(self.communication, CommunicationConfig):
+            raise ConfigError("communication must be a raytf.CommunicationConfig.")
+        _check_choice("strategy", self.strategy, STRATEGIES)
+        if self.strategy in ("mirrored", "parameter_server", "tpu"):
+            raise ConfigError(
+                f'strategy="{self.strategy}" is not built yet in this version. Use "auto" or "multi_worker".'
+            )
+
+    def _check_class_weight(self) -> None:
+        weights = self.class_weight
+        if not isinstance(weights, Mapping) or not weights:
+            raise ConfigError(f"class_weight must map class numbers to weights. Received: {weights!r}.")
+        for label, weight in weights.items():
+            if not _is_int(label) or label < 0 or isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+                raise ConfigError(f"class_weight must map class numbers to weights. Received: {label!r}: {weight!r}.")

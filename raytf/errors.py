@@ -1,0 +1,73 @@
+"""The error tree. Every error says what happened, what was expected and what to do.
+
+All errors survive pickling between processes and need neither TensorFlow nor Ray to be unpickled: a worker turns
+whatever TensorFlow raised into one of these before it leaves the process (unpickling a TensorFlow error would import
+TensorFlow wherever it lands).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "ModelMismatchError",
+    "NotFoundError",
+    "RaytfError",
+    "ResourceError",
+    "StartupError",
+    "TrainingError",
+]
+
+
+def _rebuild(cls: type[RaytfError], message: str, context: dict[str, Any]) -> RaytfError:
+    return cls(message, **context)
+
+
+class RaytfError(Exception):
+    """Base of all raytf errors; raised itself only for a broken invariant, which is a bug in raytf.
+
+    Args:
+        message: what happened, what was expected, what to do.
+        **context: plain values for programs (`rank`, `step`, `path`, ...), kept in `self.context`.
+    """
+
+    def __init__(self, message: str, **context: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.context = context
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.context)
+
+
+class ConfigError(RaytfError, ValueError):
+    """An argument, or a pair of arguments, cannot work. Raised on the driver before anything starts."""
+
+
+class DataError(RaytfError, ValueError):
+    """The data cannot be used as given: empty, ragged, of unequal lengths, or ranks ran out at different steps."""
+
+
+class ResourceError(RaytfError):
+    """The cluster can never meet what was asked for; the message names the missing shape."""
+
+
+class StartupError(RaytfError):
+    """The worker group did not come up within its limit; `context` names the missing ranks and addresses."""
+
+
+class ModelMismatchError(RaytfError):
+    """`build_model` gave different models on different ranks; the message names the first difference."""
+
+
+class TrainingError(RaytfError):
+    """User code or TensorFlow raised on a worker.
+
+    `context` holds `rank`, `step`, `error_type` and `traceback` (text) of the first worker that failed.
+    """
+
+
+class NotFoundError(RaytfError, LookupError):
+    """A run, a model or a checkpoint is not where it was looked for."""

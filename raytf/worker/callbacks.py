@@ -1,0 +1,136 @@
+"""Keras callbacks on several ranks: side effects on the chief, decisions once.
+
+Logs are equal on all ranks, so a callback that only decides runs on every rank and decides alike; what could still
+differ (clocks, files, random numbers) is settled by `Agreement`: rank 0's word on stopping and on the learning rate is
+everyone's. Callbacks that write run on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raytf.errors import ConfigError
+
+__all__ = ["Agreement", "make_callbacks", "save_on_chief_only", "wants_batches"]
+
+logger = logging.getLogger("raytf")
+
+_WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "RemoteMonitor")
+_REFUSED = {
+    "BackupAndRestore": "raytf restores runs itself",
+    "ProgbarLogger": "progress is shown on the driver",
+    "OrbaxCheckpoint": "it needs the JAX backend's arrays",
+}
+
+
+def make_callbacks(
+    keras: Any,
+    factory: Callable[[], list[Any]] | None,
+    model: Any,
+    is_chief: bool,
+    params: dict[str, Any],
+) -> Any:
+    """A Keras CallbackList with History, as `model.fit` makes it.
+
+    A callback runs on rank 0 alone if it is one of Keras's file writers or says `chief_only = True`.
+
+    Args:
+        keras: the Keras module in use (keras or tf_keras).
+        factory: the user's `callbacks`.
+        model: the model they are set on.
+        is_chief: whether this is rank 0.
+        params: Keras's `params` (verbose, epochs, steps).
+
+    Raises:
+        ConfigError: the factory gave no list of callbacks, or one that raytf cannot run.
+    """
+    given = [] if factory is None else factory()
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"callbacks() must return a list. Received: {type(given).__name__}.")
+    for callback in given:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ConfigError(
+                f"callbacks() must return Keras callbacks ({keras.__name__}.callbacks.Callback). "
+                f"Received: {type(callback).__module__}.{type(callback).__qualname__}."
+            )
+        for name, reason in _REFUSED.items():
+            if type(callback).__name__ == name:
+                raise ConfigError(f"callbacks: {name} cannot be used, because {reason}. Leave it out.")
+    kept = [c for c in given if is_chief or not _is_chief_only(keras, c)]
+    return keras.callbacks.CallbackList(kept, add_history=True, add_progbar=False, model=model, **params)
+
+
+def _is_chief_only(keras: Any, callback: Any) -> bool:
+    if hasattr(callback, "chief_only"):
+        return bool(callback.chief_only)
+    writers = tuple(getattr(keras.callbacks, name) for name in _WRITERS)
+    return isinstance(callback, writers)
+
+
+_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+def wants_batches(keras: Any, callbacks: Any, hooks: tuple[str, ...] = _BATCH_HOOKS) -> bool:
+    """Whether any callback of a list listens between the steps of an epoch."""
+    base = keras.callbacks.Callback
+    return any(
+        getattr(type(callback), hook) is not getattr(base, hook)
+        for callback in callbacks.callbacks
+        for hook in hooks
+    )
+
+
+def save_on_chief_only(model: Any, is_chief: bool) -> None:
+    """Makes `model.save` and its kind do nothing on other ranks, so that one copy is written.
+
+    Variables are local, so a save on one rank waits for nobody.
+    """
+    if is_chief:
+        return
+
+    def skip(name: str) -> Callable[..., None]:
+        def skipped(*args: Any, **kwargs: Any) -> None:
+            logger.debug("model.%s is left to rank 0", name)
+
+        return skipped
+
+    for name in ("save", "save_weights", "export"):
+        if hasattr(model, name):
+            object.__setattr__(model, name, skip(name))
+
+
+class Agreement:
+    """Rank 0's decisions, followed by all: one small reduction each time it is asked.
+
+    Args:
+        strategy: of the group.
+        rank: this rank.
+        sum_over_ranks: sums a tensor over ranks inside `strategy.run`.
+    """
+
+    def __init__(
+        self, strategy: Any, rank: int, sum_over_ranks: Callable[[tf.Tensor], tf.Tensor]
+    ) -> None:
+        self._alone = strategy.num_replicas_in_sync == 1
+        self._rank = rank
+
+        @tf.function(input_signature=[tf.TensorSpec((None,), tf.float64)])
+        def sums(values: tf.Tensor) -> tf.Tensor:
+            return strategy.run(sum_over_ranks, args=(values,))
+
+        self._sums = sums
+
+    def sum(self, values: list[float]) -> np.ndarray:
+        """The sums over ranks of a few numbers (float64)."""
+        if self._alone:
+            return np.asarray(values, np.float64)
+        return self._sums(tf.constant(values, tf.float64)).numpy()
+
+    def chief(self, values: list[float]) -> np.ndarray:
+        """Rank 0's numbers, on every rank."""
+        return self.sum(values if self._rank == 0 else [0.0] * len(values))

@@ -1,0 +1,197 @@
+"""The trained model on disk: written by rank 0, read by anyone with TensorFlow.
+
+    DIR/model-<token>.keras            Keras's own format, if the model can be rebuilt from its config
+    DIR/weights-<token>.safetensors    every weight by number and path
+    DIR/final.json                     names the two, and the run's result; written last, so it says the rest is whole
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from raytf.errors import ConfigError, NotFoundError
+
+__all__ = ["export", "load_model", "read_weights", "write"]
+
+_INDEX = "final.json"
+_VERSION = 1
+
+
+def write(model: Any, fs: Any, path: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a trained model, replacing an older one only when the new one is whole.
+
+    Args:
+        model: a built Keras model with local variables.
+        fs: fsspec filesystem.
+        path: directory.
+        result: plain data that goes into the index.
+
+    Returns:
+        The index.
+    """
+    token = secrets.token_hex(4)
+    fs.makedirs(path, exist_ok=True)
+    before = [entry for entry in fs.ls(path, detail=False)]
+    weights = f"weights-{token}.safetensors"
+    fs.pipe_file(f"{path}/{weights}", save(_named_weights(model)))
+    index = {
+        "version": _VERSION,
+        "weights": weights,
+        "legacy_keras": type(model).__module__.startswith("tf_keras"),
+        "result": dict(result),
+    }
+    index |= _write_keras_file(model, fs, path, token)
+    fs.pipe_file(f"{path}/{_INDEX}", json.dumps(index, indent=1, default=repr).encode())
+    kept = {weights, index.get("model"), _INDEX}
+    for entry in before:
+        if entry.rstrip("/").rsplit("/", 1)[-1] not in kept:
+            fs.rm(entry, recursive=True)
+    return index
+
+
+def _write_keras_file(model: Any, fs: Any, path: str, token: str) -> dict[str, Any]:
+    name = f"model-{token}.keras"
+    with tempfile.TemporaryDirectory() as scratch:
+        local = os.path.join(scratch, name)
+        try:
+            model.save(local)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            # A subclassed model without get_config: weights are enough, with the user's build_model.
+            return {"model": None, "model_error": f"{type(error).__name__}: {error}"[:1000]}
+        fs.put_file(local, f"{path}/{name}")
+    return {"model": name}
+
+
+def _named_weights(model: Any) -> dict[str, np.ndarray]:
+    # The number keeps order and tells equal paths apart.
+    named = zip(model.weights, model.get_weights(), strict=True)
+    return {
+        f"{i:05d}/{getattr(w, 'path', w.name)}": np.ascontiguousarray(value)
+        for i, (w, value) in enumerate(named)
+    }
+
+
+def read_index(fs: Any, path: str) -> dict[str, Any]:
+    """The index of a trained model.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    try:
+        return json.loads(fs.cat_file(f"{path}/{_INDEX}"))
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"{path} holds no trained model ({_INDEX} is missing): the run has not finished.", path=path
+        ) from error
+
+
+def read_weights(model: Any, fs: Any, path: str) -> None:
+    """Sets a model's weights to the trained ones.
+
+    Raises:
+        ConfigError: the model has other weights; the message names the first difference.
+    """
+    tensors = load(fs.cat_file(f"{path}/{read_index(fs, path)['weights']}"))
+    values = [tensors[name] for name in sorted(tensors)]
+    names = [name.split("/", 1)[1] for name in sorted(tensors)]
+    mine = model.weights
+    for i in range(max(len(mine), len(values))):
+        have = f"{getattr(mine[i], 'path', mine[i].name)} {tuple(mine[i].shape)}" if i < len(mine) else "nothing"
+        there = f"{names[i]} {values[i].shape}" if i < len(values) else "nothing"
+        if i >= len(mine) or i >= len(values) or tuple(mine[i].shape) != values[i].shape:
+            raise ConfigError(
+                f"build_model does not give the model that was trained: weight {i} is {have} here and {there} in "
+                f"{path}. Use the build_model and config of the run.",
+                path=path,
+            )
+    model.set_weights(values)
+
+
+def load_model(
+    fs: Any,
+    path: str,
+    build_model: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """The trained model in this process, without a strategy.
+
+    Args:
+        fs: fsspec filesystem.
+        path: directory that `write` filled.
+        build_model: for models that Keras cannot rebuild from their config; built, then filled.
+        config: handed to `build_model`.
+
+    Raises:
+        NotFoundError: nothing was trained here.
+        ConfigError: `build_model` is needed, or gives another model.
+    """
+    index = read_index(fs, path)
+    if build_model is not None:
+        from raytf.worker.pipeline import count_parameters
+
+        model = build_model(dict(config or {})) if count_parameters(build_model) else build_model()
+        if not model.built:
+            raise ConfigError(
+                "build_model gives a model without weights yet. Give it an input shape (keras.Input) or call "
+                "model.build(...) in it."
+            )
+        read_weights(model, fs, path)
+        return model
+    if index["model"] is None:
+        raise ConfigError(
+            f"Keras cannot rebuild this model from its config ({index['model_error']}). Give build_model=, the function "
+            "it was trained with.",
+            path=path,
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        local = os.path.join(scratch, "model.keras")
+        fs.get_file(f"{path}/{index['model']}", local)
+        if index["legacy_keras"]:
+            import tf_keras as keras
+        else:
+            import keras
+        return keras.models.load_model(local)
+
+
+def export(
+    fs: Any,
+    path: str,
+    to: str,
+    format: str = "keras",
+    build_model: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> str:
+    """Writes the trained model for use elsewhere.
+
+    Args:
+        fs: fsspec filesystem.
+        path: directory that `write` filled.
+        to: local file (`.keras`, `.weights.h5`) or directory (SavedModel).
+        format: "keras", "saved_model" (for `tf.saved_model.load` and serving) or "weights".
+        build_model: see `load_model`.
+        config: see `load_model`.
+
+    Returns:
+        `to`.
+    """
+    endings = {"keras": ".keras", "weights": ".weights.h5", "saved_model": ""}
+    if format not in endings:
+        raise ConfigError(f"format must be one of {', '.join(endings)}. Received: {format!r}.")
+    if not to.endswith(endings[format]):
+        raise ConfigError(f'format="{format}" needs a path that ends in {endings[format]}. Received: {to!r}.')
+    model = load_model(fs, path, build_model, config)
+    if format == "keras":
+        model.save(to)
+    elif format == "weights":
+        model.save_weights(to)
+    else:
+        model.export(to)
+    return to

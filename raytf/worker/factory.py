@@ -1,0 +1,98 @@
+"""Data factories, `f(ctx) -> tf.data.Dataset`: each rank brings its own batches, of any size and number.
+
+Nothing about them can be computed, so before each step the ranks agree, in one small reduction, on whether all have a
+batch and how many rows it has in all. Ranks that run out at different steps end together, with the counts in the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from raytf.errors import DataError
+from raytf.worker.callbacks import Agreement
+from raytf.worker.feeding import Execution
+from raytf.worker.links import Links
+
+__all__ = ["FactoryExecutions"]
+
+
+class FactoryExecutions:
+    """Executions over what each rank's factory gives, one step per call.
+
+    Args:
+        dataset: `dataset(epoch)`; a fresh dataset of this rank's batches.
+        step: `step(data, share)`.
+        agreement: to count over ranks.
+        links: this rank's seat.
+    """
+
+    def __init__(
+        self,
+        dataset: Callable[[int], tf.data.Dataset],
+        step: Callable[[Any, Any], Any],
+        agreement: Agreement,
+        links: Links,
+    ) -> None:
+        self._dataset = dataset
+        self._agreement = agreement
+        self._links = links
+        self.steps_per_epoch: int | None = None
+        plain = tf.autograph.experimental.do_not_convert
+        self._step = tf.function(plain(step), reduce_retracing=True)
+
+    def epoch(self, epoch: int) -> Iterator[Execution]:
+        """Executions until every rank's dataset has ended.
+
+        Raises:
+            DataError: some ranks ran out while others had batches left; raised on all ranks at the same step.
+        """
+        number = 0
+        for batch in self._agreed_batches(epoch):
+            yield batch(number)
+            number += 1
+        self.steps_per_epoch = number
+
+    def _agreed_batches(self, epoch: int) -> Iterator[Callable[[int], Execution]]:
+        steps = 0
+        for batch in self._with_end(self._dataset(epoch)):
+            rows = 0 if batch is None else int(tf.nest.flatten(batch)[0].shape[0])
+            have = [0.0] * self._links.num_workers
+            have[self._links.rank] = 0.0 if batch is None else 1.0
+            total, *having = self._agreement.sum([float(rows), *have]).tolist()
+            if not any(having):
+                self._check_not_empty(steps, epoch)
+                return
+            if not all(having):
+                raise self._uneven(epoch, steps, having)
+            steps += 1
+            yield self._execution(batch, rows, int(total))
+
+    @staticmethod
+    def _with_end(dataset: tf.data.Dataset) -> Iterator[Any]:
+        yield from dataset
+        yield None
+
+    def _execution(self, batch: Any, rows: int, total: int) -> Callable[[int], Execution]:
+        share = tf.constant(rows / total, tf.float32)
+        packed = batch if isinstance(batch, tuple) else (batch,)
+        return lambda number: Execution(number, number, total, lambda: self._step(packed, share))
+
+    def _check_not_empty(self, steps: int, epoch: int) -> None:
+        if steps == 0:
+            raise DataError(f"the data factory gave no batch for epoch {epoch} on any rank.")
+
+    def _uneven(self, epoch: int, steps: int, having: list[float]) -> DataError:
+        ended = [rank for rank, has in enumerate(having) if not has]
+        more = [rank for rank, has in enumerate(having) if has]
+        return DataError(
+            f"the data factory gave ranks different numbers of batches: in epoch {epoch}, rank(s) "
+            f"{', '.join(map(str, ended))} had {steps}, rank(s) {', '.join(map(str, more))} at least {steps + 1}. All "
+            f"ranks stopped after step {steps}. Cut all to the same number (`dataset.take(n)`), or use a source, whose "
+            "batches raytf divides itself.",
+            epoch=epoch,
+            step=steps,
+            ranks=ended,
+        )

@@ -1,0 +1,125 @@
+"""Executions: how the steps of an epoch are called, one or several steps per call, full batches and the smaller last.
+
+A *feed* gives `executions(epoch)`: (first step, last step, run) in order, where `run()` does those steps on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from raytf.worker.pipeline import Feed
+
+__all__ = ["Execution", "Executor", "Executions", "SourceExecutions"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Steps `first` to `last` of an epoch in one call; `rows` of the global batches in it."""
+
+    first: int
+    last: int
+    rows: int
+    run: Callable[[], Any]
+
+
+class Executions(Protocol):
+    """The steps of one kind (training, evaluation) over one data set."""
+
+    steps_per_epoch: int | None
+
+    def epoch(self, epoch: int) -> Iterator[Execution]:
+        """The executions of an epoch, in order."""
+        ...
+
+
+class Executor:
+    """Compiles a step and runs it n times per call.
+
+    Args:
+        step: `step(data, share)`, traced once per shape.
+    """
+
+    def __init__(self, step: Callable[[Any, Any], Any]) -> None:
+        # autograph would rewrite Keras's code; Keras itself turns it off here too.
+        plain = tf.autograph.experimental.do_not_convert
+
+        @plain
+        def one(iterator: Any, share: float) -> None:
+            step(next(iterator), share)
+
+        @plain
+        def several(iterator: Any, share: float, number: tf.Tensor) -> None:
+            def body(i: tf.Tensor) -> tf.Tensor:
+                step(next(iterator), share)
+                return i + 1
+
+            # parallel_iterations=1: a step reads what the one before wrote.
+            tf.while_loop(lambda i: i < number, body, [tf.constant(0)], parallel_iterations=1)
+
+        self._one = tf.function(one)
+        self._several = tf.function(several)
+
+    def __call__(self, iterator: Any, share: float, number: int) -> None:
+        if number == 1:
+            self._one(iterator, share)
+        else:
+            self._several(iterator, share, tf.constant(number))
+
+
+class SourceExecutions:
+    """Executions over a random-access source: where a batch is, is arithmetic; no rank asks another for data.
+
+    Args:
+        feed: this rank's parts of the batches.
+        executor: the compiled step.
+        steps_per_execution: steps in one call at most.
+        endless: True for training: reading goes on into the next epoch while this one ends. False: each epoch starts
+            reading anew (evaluation, where epochs are far apart).
+    """
+
+    def __init__(
+        self, feed: Feed, executor: Executor, steps_per_execution: int, endless: bool
+    ) -> None:
+        self._feed = feed
+        self._executor = executor
+        self._per_call = steps_per_execution
+        self._endless = endless
+        self._full: Any = None
+        self._tail: Any = None
+        self._next_epoch = -1
+        self.steps_per_epoch: int = feed.plan.steps_per_epoch
+
+    def epoch(self, epoch: int) -> Iterator[Execution]:
+        plan = self._feed.plan
+        self._open(epoch)
+        step = 0
+        while step < plan.full_steps:
+            number = min(self._per_call, plan.full_steps - step)
+            yield self._execution(self._full, self._feed.full.weight, step, number, plan.global_batch_size)
+            step += number
+        if self._feed.tail is not None:
+            yield self._execution(self._tail, self._feed.tail.weight, step, 1, plan.tail_rows)
+        self._next_epoch = epoch + 1
+
+    def _execution(
+        self, iterator: Any, share: float, step: int, number: int, batch_rows: int
+    ) -> Execution:
+        def run() -> None:
+            self._executor(iterator, share, number)
+
+        return Execution(step, step + number - 1, batch_rows * number, run)
+
+    def _open(self, epoch: int) -> None:
+        if self._endless and self._full_or_tail() and epoch == self._next_epoch:
+            return
+        data_epoch = epoch if self._endless else 0
+        plan = self._feed.plan
+        self._full = iter(self._feed.full_batches(data_epoch)) if plan.full_steps else None
+        self._tail = iter(self._feed.tail_batches(data_epoch)) if self._feed.tail else None
+
+    def _full_or_tail(self) -> bool:
+        return self._full is not None or self._tail is not None

@@ -1,0 +1,415 @@
+"""Keras 3 under MultiWorkerMirroredStrategy: every use of Keras's and TensorFlow's internals is here.
+
+Stock Keras 3 cannot train under MultiWorkerMirroredStrategy. raytf keeps Keras's own `train_step`, layers, losses,
+metrics and optimizers, and runs them inside a `StepScope`: a Keras StatelessScope in which a step changes nothing but
+notes what it would change. The step (`worker.step`) then reduces over ranks and writes. Code that runs in the scope is
+written as for one process: a loss is the mean over the rows the rank sees, and the mean over ranks weighted by rows
+(`share`) is the loss of the whole batch.
+
+`mend()` replaces ten functions of Keras for this process; outside a StepScope each calls the original. Read in Keras
+3.15.1 and TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import StatelessScope
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.losses import loss as keras_loss
+from keras.src.metrics import reduction_metrics
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.optimizers.multi_optimizer import MultiOptimizer
+from keras.src.random import seed_generator
+from keras.src.utils import naming
+from tensorflow.python.distribute import distribute_lib
+
+from raytf.errors import ConfigError
+
+__all__ = [
+    "ReadAfterApply",
+    "StepScope",
+    "adopt_global_seed_generator",
+    "all_variables",
+    "build_layers",
+    "build_step_state",
+    "check_keras_version",
+    "is_keras_train_step",
+    "layers",
+    "localize",
+    "mend",
+    "one_process",
+    "reset_names",
+    "settable_learning_rate",
+]
+
+SUPPORTED_KERAS = ((3, 15), (3, 16))  # from, below: the versions whose internals were read and are tested
+
+_current = threading.local()  # .scope: the StepScope being traced on this thread
+_originals: dict[str, Any] = {}
+
+
+def check_keras_version(version: str | None = None) -> None:
+    """Raises ConfigError if the installed Keras is not one whose internals `mend` was written for."""
+    found = version or importlib.metadata.version("keras")
+    low, high = SUPPORTED_KERAS
+    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
+        raise ConfigError(
+            f"Keras {found} is installed; this version of raytf mends Keras >= {low[0]}.{low[1]}, "
+            f"< {high[0]}.{high[1]} for training on several workers. Install a Keras in that range."
+        )
+
+
+class ReadAfterApply(Exception):
+    """A train_step reads a variable after the optimizer was asked to change it: the change cannot be put off."""
+
+
+class StepScope(StatelessScope):
+    """Collects what one step on one rank would change, and answers reads from it.
+
+    Args:
+        rank: seat of this worker in the group.
+        share: this rank's part of the rows of the global batch, a float or a scalar tensor; 0.0 if it has none and
+            runs on a stand-in row whose results must not count.
+        all_reduce: sums a tensor over ranks.
+        defer: True keeps `optimizer.apply` for later (`self.applies`); False calls `apply_now` at once.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        share: Any,
+        all_reduce: Callable[[tf.Tensor], tf.Tensor],
+        apply_now: Callable[[Any, list[Any], list[Any]], None] | None = None,
+    ) -> None:
+        super().__init__(collect_losses=True)
+        self.rank = rank
+        self.share = share
+        self.all_reduce = all_reduce
+        self.apply_now = apply_now
+        self.graph = tf.compat.v1.get_default_graph()
+        self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+        self.seeds: set[int] = set()
+        self.applies: list[tuple[Any, list[Any], list[Any]]] = []
+        self._applied: set[int] = set()
+
+    def __enter__(self) -> StepScope:
+        super().__enter__()
+        # strategy.run traces on a thread of its own, and Keras keeps its global generator per thread.
+        name = seed_generator.GLOBAL_SEED_GENERATOR
+        global_state.set_global_attribute(name, _shared_generator())
+        _current.scope = self
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        _current.scope = None
+        super().__exit__(*args)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leaves the scope for a moment: assignments are real again."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        variable, value = update
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise ConfigError(
+                f"{variable.path} is changed inside a tf.cond or tf.while_loop of the model. On several workers a step "
+                "must be able to write all its changes at its end. Compute the new value inside, and assign it outside "
+                "(ops.where instead of a branch is the usual way)."
+            )
+        self.updates[id(variable)] = (variable, value)
+        super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        if id(variable) in self._applied:
+            raise ReadAfterApply(variable.path)
+        value = super().get_current_value(variable)
+        # Regularizers ask here directly and need the variable itself when it has not been changed.
+        return variable._value if value is None else value
+
+    def apply(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+        if self.apply_now is not None:
+            self.apply_now(optimizer, grads, variables)
+            return
+        self.applies.append((optimizer, grads, variables))
+        self._applied.update(id(v) for v in variables)
+        self._applied.update(id(v) for v in optimizer.variables)
+
+    def staged_trainables(self) -> list[str]:
+        """Paths of trainable variables that the forward pass itself has assigned."""
+        return [v.path for v, _ in self.updates.values() if v.trainable]
+
+    def has_no_rows(self) -> bool:
+        return isinstance(self.share, float) and self.share == 0.0
+
+    def counts_whole(self, value: tf.Tensor) -> tf.Tensor:
+        """A quantity that ranks add up, as a local value of which the mean weighted by share is taken."""
+        if self.has_no_rows():
+            return tf.zeros_like(value)
+        return value / tf.cast(self.share, value.dtype)
+
+    def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
+        """The sum of a local quantity over ranks that have rows; no gradient flows through it."""
+        value = tf.stop_gradient(value)
+        return self.all_reduce(tf.zeros_like(value) if self.has_no_rows() else value)
+
+
+_shared: list[Any] = []
+
+
+def adopt_global_seed_generator() -> None:
+    """Makes this thread's global seed generator the one of all threads; call it once the model is built."""
+    _shared[:] = [seed_generator.global_seed_generator()]
+
+
+def _shared_generator() -> Any:
+    if not _shared:
+        adopt_global_seed_generator()
+    return _shared[0]
+
+
+def _scope() -> StepScope | None:
+    return getattr(_current, "scope", None)
+
+
+# --- Losses: a local loss is such that the mean over ranks, weighted by rows, is the loss of the whole batch.
+
+
+def _scale_loss(value: Any) -> Any:
+    return value if _scope() else _originals["scale_loss"](value)
+
+
+def _unscale_loss(value: Any) -> Any:
+    return value if _scope() else _originals["unscale_loss"](value)
+
+
+def _reduce_values(
+    values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+) -> Any:
+    scope = _scope()
+    weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if scope is None or not (weighted or reduction == "sum") or tuple(values.shape) in ((), (0,)):
+        return _originals["reduce_values"](values, sample_weight, reduction)
+    total = tf.reduce_sum(values)
+    if weighted:
+        weights = tf.cast(tf.reduce_sum(sample_weight), total.dtype)
+        total = tf.math.divide_no_nan(total, scope.sum_over_ranks(weights))
+    return scope.counts_whole(total)
+
+
+def _apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
+    scope = _scope()
+    if scope is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return _originals["apply_mask"](sample_weight, mask, dtype, reduction)
+    # One process divides by the valid entries of the whole batch, so a rank must know them all.
+    mask = tf.cast(mask, dtype)
+    counts = tf.stack([tf.cast(tf.size(mask), dtype), tf.reduce_sum(mask)])
+    total, valid = tf.unstack(scope.sum_over_ranks(counts))
+    weight = tf.where(mask != 0, tf.math.divide_no_nan(total, valid), tf.zeros((), dtype))
+    if sample_weight is None:
+        return weight
+    return _originals["apply_mask"](sample_weight, weight, dtype, "sum")
+
+
+# --- Metrics
+
+
+def _mean_update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+    scope = _scope()
+    if scope is not None and not tf.is_tensor(sample_weight):
+        is_number = len(tf.convert_to_tensor(values).shape) == 0
+        # A number per step, not per row: over all ranks it counts once. An int is CompileLoss's static batch size, which
+        # Keras's own fit does not know (None): each of its steps counts once, the smaller last one too.
+        if is_number and (sample_weight is None or isinstance(sample_weight, int)):
+            sample_weight = scope.share
+    return _originals["mean_update_state"](self, values, sample_weight)
+
+
+# --- Random numbers
+
+
+def _next_seed(self: Any, ordered: bool = True) -> Any:
+    value = _originals["next_seed"](self, ordered)
+    scope = _scope()
+    if scope is None:
+        return value
+    scope.seeds.add(id(self.state))
+    if scope.rank == 0:
+        return value
+    # fold(seed, seat): the state counts alike on all ranks, the noise drawn from it differs; seat 0 draws what one
+    # process would. Any fixed odd mixing constant does; this one is the 64-bit golden ratio.
+    fold = (scope.rank * 0x9E3779B97F4A7C15) % 2**31
+    return tf.bitwise.bitwise_xor(value, tf.constant([fold, 0], value.dtype))
+
+
+# --- Synchronized BatchNormalization
+
+
+def _moments_sync(x: tf.Tensor, axes: Any, keepdims: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    scope = _scope()
+    if scope is None:
+        return _originals["moments_sync"](x, axes, keepdims)
+
+    @tf.custom_gradient
+    def sums(packed: tf.Tensor) -> Any:
+        def grad(upstream: tf.Tensor) -> tf.Tensor:
+            # The loss is the mean over ranks weighted by share; the weight is applied to gradients later, so what
+            # comes from other ranks carries theirs and not ours.
+            total = scope.all_reduce(upstream * tf.cast(scope.share, upstream.dtype))
+            return scope.counts_whole(total)
+
+        return scope.all_reduce(tf.zeros_like(packed) if scope.has_no_rows() else packed), grad
+
+    local = tf.reduce_sum(x, axis=axes, keepdims=True)
+    squared = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
+    count = tf.cast(tf.size(x) // tf.size(local), x.dtype)  # one number: all channels have as many
+    packed = sums(tf.concat([tf.reshape(local, [-1]), tf.reshape(squared, [-1]), [count]], axis=0))
+    size = tf.size(local)
+    mean = tf.math.divide_no_nan(tf.reshape(packed[:size], tf.shape(local)), packed[-1])
+    square_mean = tf.reshape(packed[size : 2 * size], tf.shape(local)) / packed[-1]
+    variance = tf.maximum(square_mean - tf.square(mean), 0.0)
+    mean.set_shape(local.shape)
+    variance.set_shape(local.shape)
+    if not keepdims:
+        mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+    return mean, variance
+
+
+# --- Optimizers
+
+
+def _intercept_apply(name: str) -> Callable[..., Any]:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        scope = _scope()
+        if scope is None or len(grads) == 0:
+            return _originals[name](self, grads, trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        return scope.apply(self, list(grads), list(variables))
+
+    return apply
+
+
+def mend() -> None:
+    """Puts raytf's versions of ten Keras functions in place, for this process. Idempotent."""
+    if _originals:
+        return
+    check_keras_version()
+    patches = {
+        "scale_loss": (keras_loss, "scale_loss_for_distribution", _scale_loss),
+        "unscale_loss": (keras_loss, "unscale_loss_for_distribution", _unscale_loss),
+        "reduce_values": (keras_loss, "reduce_values", _reduce_values),
+        "apply_mask": (keras_loss, "apply_mask", _apply_mask),
+        "mean_update_state": (reduction_metrics.Mean, "update_state", _mean_update_state),
+        "next_seed": (seed_generator.SeedGenerator, "next", _next_seed),
+        "moments_sync": (keras_nn, "_compute_moments_sync", _moments_sync),
+        "apply": (BaseOptimizer, "apply", _intercept_apply("apply")),
+        "loss_scale_apply": (LossScaleOptimizer, "apply", _intercept_apply("loss_scale_apply")),
+        "multi_apply": (MultiOptimizer, "apply", _intercept_apply("multi_apply")),
+    }
+    for key, (owner, attribute, replacement) in patches.items():
+        _originals[key] = getattr(owner, attribute)
+        setattr(owner, attribute, replacement)
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Inside `strategy.run`, runs code as if there were no strategy: Keras optimizers take their plain path.
+
+    Gradients are reduced before, and variables are plain (`localize`); merge calls, which cannot be traced inside a
+    cond (gradient accumulation, loss scaling), do not arise.
+    """
+    mode = distribute_lib._get_default_replica_mode()
+    distribute_lib._push_per_thread_mode(mode)
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def localize(model: Any, strategy: tf.distribute.Strategy) -> list[Any]:
+    """Replaces each variable's distributed container by this worker's own copy.
+
+    Reading or saving then needs no other rank, so a save on one rank cannot deadlock. Ranks stay equal because each
+    step writes equal values everywhere.
+
+    Returns:
+        The containers, which must be kept: optimizers look variables up by them.
+    """
+    containers = []
+    for variable in all_variables(model):
+        containers.append(variable._value)
+        variable._value = strategy.experimental_local_results(variable._value)[0]
+    for optimizer in _optimizers(model):
+        optimizer._distribution_strategy = tf.distribute.get_strategy()
+    # Callbacks that call model.predict or model.evaluate work on their own rank alone.
+    model._distribute_strategy = None
+    return containers
+
+
+def _optimizers(model: Any) -> list[Any]:
+    found: list[Any] = []
+    candidates = [model.optimizer, *(v for v in vars(model).values())]
+    while candidates:
+        candidate = candidates.pop()
+        if isinstance(candidate, BaseOptimizer) and all(candidate is not other for other in found):
+            found.append(candidate)
+            candidates.append(getattr(candidate, "inner_optimizer", None))
+            candidates.extend(getattr(candidate, "optimizers", ()))
+    return found
+
+
+def all_variables(model: Any) -> list[Any]:
+    """Every Keras variable a step can touch: weights, seed states, metrics, optimizers, the global seed generator."""
+    seen: dict[int, Any] = {}
+    groups = [model.variables, *(o.variables for o in _optimizers(model))]
+    groups.append([v for metric in model.metrics for v in metric.variables])
+    groups.append([_shared_generator().state])
+    for group in groups:
+        for variable in group:
+            seen.setdefault(id(variable), variable)
+    return list(seen.values())
+
+
+def layers(model: Any) -> list[Any]:
+    """The model and all layers in it, nested ones too."""
+    return list(model._flatten_layers())
+
+
+def build_layers(model: Any, x: Any) -> None:
+    """Creates the weights of a model that has none yet, from a batch of specs."""
+    if not all(layer.built for layer in layers(model)):
+        keras.src.backend.compute_output_spec(model, x, training=False)
+
+
+def settable_learning_rate(optimizer: Any) -> Any:
+    """The variable behind `optimizer.learning_rate`, or None if a schedule decides."""
+    inner = getattr(optimizer, "inner_optimizer", None) or optimizer
+    rate = getattr(inner, "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
+
+
+def build_step_state(model: Any, batch: Any) -> None:
+    """Creates metric, loss and optimizer state from a batch of specs, as `model.fit` does at its start."""
+    model._symbolic_build(data_batch=batch)
+
+
+def is_keras_train_step(model: Any) -> bool:
+    return type(model).train_step is keras.Model.train_step
+
+
+def reset_names() -> None:
+    """Makes the next model's automatic layer names start from the beginning."""
+    naming.reset_uids()

@@ -1,0 +1,242 @@
+"""This rank's part of every batch, as tf.data: which rows is `raytf.data.order`'s business, reading them the source's.
+
+Batches of one kind have one static shape on a rank: full batches come from one endless dataset (so that reading goes on
+over the end of an epoch), the smaller last batch of each epoch from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raytf.data import ArraySpec, Order, Plan, Source, map_leaves, named_leaves, sample_keys, share
+from raytf.errors import ConfigError
+
+__all__ = ["Feed", "Part", "count_parameters", "pack"]
+
+_CHUNK_ROWS = 4096  # rows whose numbers are computed in one call into Python
+_PREFETCH = 4  # batches read ahead
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of one kind of batch.
+
+    Attributes:
+        start: first row of the part within the batch.
+        rows: rows the rank reads; 1 if its part is empty (a stand-in that counts for nothing).
+        weight: part of the batch's rows that are this rank's; 0.0 for a stand-in.
+    """
+
+    start: int
+    rows: int
+    weight: float
+
+    @classmethod
+    def of(cls, batch_rows: int, num_workers: int, rank: int) -> Part:
+        start, stop = share(batch_rows, num_workers, rank)
+        if start == stop:
+            return cls(0, 1, 0.0)
+        return cls(start, stop - start, (stop - start) / batch_rows)
+
+
+def pack(x: Any, y: Any, sample_weight: Any) -> Any:
+    """One batch as Keras's `train_step` takes it: (x,), (x, y) or (x, y, sample_weight)."""
+    if sample_weight is not None:
+        return x, y, sample_weight
+    return (x,) if y is None else (x, y)
+
+
+def count_parameters(function: Callable[..., Any]) -> int:
+    """Number of positional parameters; decides whether a transform wants the per-sample key."""
+    import inspect
+
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds for p in inspect.signature(function).parameters.values())
+
+
+class Feed:
+    """One source, in order, cut into this rank's parts of global batches.
+
+    Args:
+        source: where rows come from.
+        global_batch_size: rows of a full batch over all ranks.
+        num_workers: ranks that share a batch.
+        rank: this rank.
+        seed: of the order and of the per-sample keys.
+        shuffle: a new seeded permutation in each epoch.
+        drop_remainder: leave out the smaller last batch.
+        transform: per-sample tf.data map function `(x, y[, key]) -> (x, y)`; `key` has shape (2,), int64, and is a
+            function of (seed, epoch, row).
+        class_weight: weight per class number, turned into sample weights.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        global_batch_size: int,
+        num_workers: int,
+        rank: int,
+        seed: int = 0,
+        shuffle: bool = False,
+        drop_remainder: bool = False,
+        transform: Callable[..., Any] | None = None,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> None:
+        self.source = source
+        self.plan = Plan(len(source), global_batch_size, drop_remainder)
+        blocks = source.blocks() if shuffle else None
+        self.order = (
+            Order(len(source), seed, shuffle, blocks=blocks[0], window_rows=blocks[1])
+            if blocks
+            else Order(len(source), seed, shuffle)
+        )
+        self.full = Part.of(global_batch_size, num_workers, rank)
+        self.tail = Part.of(self.plan.tail_rows, num_workers, rank) if self.plan.tail_rows else None
+        self._seed = seed
+        self._transform = transform
+        self._class_weight = class_weight
+        if class_weight and self.source.spec()[2] is not None:
+            raise ConfigError(
+                "class_weight and sample_weight cannot be used at the same time. Multiply them into one sample_weight."
+            )
+        self._arrays = self._in_memory()
+
+    def full_batches(self, epoch: int = 0, step: int = 0) -> tf.data.Dataset:
+        """All full batches from a position on, epoch after epoch, without end."""
+        per_epoch = self.plan.full_steps
+        first = epoch * per_epoch + step
+
+        def position(number: int) -> tuple[int, int]:
+            return divmod(first + number, per_epoch)
+
+        return self._batches(self.full, position)
+
+    def tail_batches(self, epoch: int = 0) -> tf.data.Dataset:
+        """The smaller last batch of each epoch from `epoch` on, without end."""
+        if self.tail is None:
+            raise ConfigError("this data has no smaller last batch; a raytf bug.")
+        return self._batches(self.tail, lambda number: (epoch + number, self.plan.full_steps))
+
+    def spec(self) -> Any:
+        """One full batch of this rank as `tf.TensorSpec`s, packed for Keras."""
+        part = self.full if self.plan.full_steps else self.tail
+        dataset = self._batches(part or self.full, lambda number: (0, 0))
+        return dataset.element_spec
+
+    def _batches(self, part: Part, position: Callable[[int], tuple[int, int]]) -> tf.data.Dataset:
+        batch, order = self.plan.global_batch_size, self.order
+        per_chunk = max(1, _CHUNK_ROWS // part.rows)
+
+        def rows_of(chunk: np.ndarray) -> Any:
+            places = [position(int(chunk) * per_chunk + i) for i in range(per_chunk)]
+            starts = [(epoch, step * batch + part.start) for epoch, step in places]
+            rows = np.stack([order.rows(e, at, at + part.rows) for e, at in starts])
+            return rows, np.array([e for e, _ in starts], np.int64)
+
+        def numbers(chunk: tf.Tensor) -> Any:
+            rows, epochs = tf.numpy_function(rows_of, [chunk], [tf.int64, tf.int64], stateful=False)
+            rows.set_shape((per_chunk, part.rows))
+            epochs.set_shape((per_chunk,))
+            return rows, epochs
+
+        dataset = tf.data.Dataset.range(np.iinfo(np.int64).max).map(numbers).prefetch(1).unbatch()
+        # Reading and augmenting use what cores the training leaves; order is kept all the same.
+        dataset = dataset.map(self._read, num_parallel_calls=2, deterministic=True)
+        if self._transform is not None:
+            dataset = dataset.unbatch().map(self._augment, num_parallel_calls=2, deterministic=True)
+            dataset = dataset.batch(part.rows, drop_remainder=True)
+        dataset = dataset.map(self._finish)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        options.autotune.enabled = False
+        return dataset.prefetch(_PREFETCH).with_options(options)
+
+    def _in_memory(self) -> Any:
+        arrays = self.source.in_memory()
+        return None if arrays is None else map_leaves(tf.convert_to_tensor, arrays)
+
+    def _read(self, rows: tf.Tensor, epoch: tf.Tensor) -> Any:
+        if self._arrays is not None:
+            x, y, weight = map_leaves(lambda array: tf.gather(array, rows), self._arrays)
+        else:
+            x, y, weight = self._read_rows(rows)
+        return self._with_keys(x, y, weight, rows, epoch)
+
+    def _read_rows(self, rows: tf.Tensor) -> Any:
+        spec = self.source.spec()
+        leaves: list[ArraySpec] = [leaf for _, leaf in named_leaves(spec, "")]
+
+        def read(numbers: np.ndarray) -> Any:
+            return [array for _, array in named_leaves(self.source.read(numbers), "")]
+
+        types = [_tf_dtype(leaf) for leaf in leaves]
+        flat = iter(tf.numpy_function(read, [rows], types, stateful=False))
+
+        def restore(leaf: ArraySpec) -> tf.Tensor:
+            tensor = next(flat)
+            tensor.set_shape((rows.shape[0], *leaf.shape))
+            return tensor
+
+        return map_leaves(restore, spec)
+
+    def _with_keys(self, x: Any, y: Any, weight: Any, rows: tf.Tensor, epoch: tf.Tensor) -> Any:
+        element = {"x": x}
+        if y is not None:
+            element["y"] = y
+        if weight is not None:
+            element["weight"] = weight
+        if self._transform is not None and count_parameters(self._transform) >= 3:
+            seed = self._seed
+            keys = tf.numpy_function(
+                lambda e, r: sample_keys(seed, int(e), r), [epoch, rows], tf.int64, stateful=False
+            )
+            keys.set_shape((rows.shape[0], 2))
+            element["key"] = keys
+        return element
+
+    def _augment(self, element: dict[str, Any]) -> dict[str, Any]:
+        arguments = (element["x"], element.get("y"))
+        if "key" in element:
+            arguments += (element["key"],)
+        result = self._transform(*arguments)  # type: ignore[misc]
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ConfigError(
+                f"transform must return a pair (x, y). Received: {type(result).__name__}"
+                + (f" of {len(result)}." if isinstance(result, tuple) else ".")
+            )
+        out = {"x": result[0]}
+        if result[1] is not None:
+            out["y"] = result[1]
+        if "weight" in element:
+            out["weight"] = element["weight"]
+        return out
+
+    def _finish(self, element: dict[str, Any]) -> Any:
+        x, y, weight = element["x"], element.get("y"), element.get("weight")
+        if self._class_weight:
+            weight = _class_weights(y, self._class_weight)
+        return pack(x, y, weight)
+
+
+def _tf_dtype(leaf: ArraySpec) -> tf.DType:
+    return tf.string if np.dtype(leaf.dtype).kind in "US" else tf.as_dtype(leaf.dtype)
+
+
+def _class_weights(y: Any, class_weight: Mapping[int, float]) -> tf.Tensor:
+    """Weights of rows by class: y is class numbers, shape (n,) or (n, 1), or one-hot, shape (n, classes)."""
+    if not tf.is_tensor(y):
+        raise ConfigError("class_weight needs targets y that are one array of classes.")
+    if y.shape.rank >= 2:
+        y = tf.argmax(y, axis=-1) if y.shape[-1] > 1 else tf.squeeze(y, axis=-1)
+    y = tf.cast(y, tf.int64)
+    table = np.ones(max(class_weight) + 1, np.float32)
+    for label, weight in class_weight.items():
+        table[label] = weight
+    inside = y < len(table)
+    return tf.where(inside, tf.gather(table, tf.where(inside, y, 0)), 1.0)

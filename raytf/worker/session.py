@@ -1,0 +1,238 @@
+"""What one worker process does, from TensorFlow's start to the returned result."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raytf.config import TrainSpec
+from raytf.data import as_source, is_factory
+from raytf.errors import ConfigError
+from raytf.worker import callbacks as callback_rules
+from raytf.worker import export
+from raytf.worker.callbacks import Agreement
+from raytf.worker.engine import Engine, engine_for
+from raytf.worker.factory import FactoryExecutions
+from raytf.worker.feeding import Executions, Executor, SourceExecutions
+from raytf.worker.links import Job, Links
+from raytf.worker.loop import Loop
+from raytf.worker.pipeline import Feed
+from raytf.worker.strategy import configure, form_strategy
+
+__all__ = ["Trainee", "run", "weights_sha256"]
+
+logger = logging.getLogger("raytf")
+
+
+def run(job: Job, links: Links) -> dict[str, Any]:
+    """Runs one job on this rank.
+
+    Returns:
+        Plain data: for "train" `history`, `metrics`, `steps`, `epochs`, `weights_sha256`, `threads`,
+        `generation`; for "evaluate" `metrics`; for "predict" nothing (rows go through `links.deliver`).
+
+    Raises:
+        RaytfError: see its kinds; TensorFlow's and the user's own errors pass as they are.
+    """
+    _phase(links, "starting")
+    engine = engine_for(job.spec.legacy_keras)
+    threads = configure(links.num_cpus, links.num_gpus, job.spec.deterministic)
+    strategy, formation = form_strategy(links, job.spec.communication)
+    _phase(links, "building")
+    trainee = Trainee(job.spec, links, strategy, engine)
+    if job.mode == "train":
+        result = trainee.train() | {"threads": threads, "generation": formation.generation}
+        if links.is_chief and job.output is not None:
+            _phase(links, "exporting")
+            export.write(trainee.model, job.output[0], job.output[1], result)
+        return result
+    if job.weights is None:
+        raise ConfigError(f"a {job.mode} job without weights; a raytf bug.")
+    export.read_weights(trainee.model, *job.weights)
+    if job.mode == "evaluate":
+        return trainee.evaluate()
+    trainee.predict()
+    return {}
+
+
+def _phase(links: Links, phase: str) -> None:
+    if links.is_chief:
+        links.progress({"kind": "phase", "phase": phase, "time": time.time()})
+
+
+def weights_sha256(model: Any) -> str:
+    """SHA-256 over the bytes of `model.get_weights()` in order."""
+    digest = hashlib.sha256()
+    for weight in model.get_weights():
+        digest.update(np.ascontiguousarray(weight).tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class FactoryContext:
+    """What a data factory `f(ctx)` is told.
+
+    Attributes:
+        rank: this worker, in [0, num_workers - 1].
+        num_workers: workers that share a batch.
+        batch_size: this worker's share of `global_batch_size`.
+        global_batch_size: rows of a batch over all workers.
+        seed: the run's seed.
+        epoch: epoch that the dataset is for; a new dataset is made for each.
+    """
+
+    rank: int
+    num_workers: int
+    batch_size: int
+    global_batch_size: int
+    seed: int
+    epoch: int
+
+
+class Trainee:
+    """One rank's model, compiled steps and data, within a formed strategy.
+
+    Args:
+        spec: the run.
+        links: this worker's seat.
+        strategy: of the group.
+        engine: the Keras in use.
+    """
+
+    def __init__(self, spec: TrainSpec, links: Links, strategy: Any, engine: Engine) -> None:
+        self.spec = spec
+        self.links = links
+        self.strategy = strategy
+        self.engine = engine
+        train_spec = self._element_spec(spec.train_data, for_training=True)
+        self.model = engine.build(spec, links, strategy, train_spec)
+        self.steps = engine.steps(self.model, strategy, links.rank, spec)
+        self.agreement = Agreement(strategy, links.rank, self.steps.reducer.sum)
+
+    def _feed(self, data: Any, for_training: bool) -> Feed:
+        spec, links = self.spec, self.links
+        mine = {"transform": spec.transform, "class_weight": spec.class_weight} if for_training else {}
+        return Feed(
+            as_source(data, "data"),
+            global_batch_size=spec.global_batch_size,
+            num_workers=links.num_workers,
+            rank=links.rank,
+            seed=spec.seed,
+            shuffle=for_training and spec.shuffle,
+            drop_remainder=for_training and spec.drop_remainder,
+            **mine,
+        )
+
+    def _dataset(self, factory: Any, epoch: int) -> tf.data.Dataset:
+        from raytf.data import share
+
+        spec, links = self.spec, self.links
+        start, stop = share(spec.global_batch_size, links.num_workers, links.rank)
+        context = FactoryContext(
+            rank=links.rank,
+            num_workers=links.num_workers,
+            batch_size=stop - start,
+            global_batch_size=spec.global_batch_size,
+            seed=spec.seed,
+            epoch=epoch,
+        )
+        dataset = factory(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ConfigError(
+                f"the data factory must return a tf.data.Dataset. Received: {type(dataset).__name__}."
+            )
+        return dataset
+
+    def _element_spec(self, data: Any, for_training: bool) -> Any:
+        if is_factory(data):
+            spec = self._dataset(data, 0).element_spec
+            return spec if isinstance(spec, tuple) else (spec,)
+        return self._feed(data, for_training).spec()
+
+    def _executions(self, data: Any, step: Any, for_training: bool) -> Executions:
+        if is_factory(data):
+            return FactoryExecutions(
+                lambda epoch: self._dataset(data, epoch), step, self.agreement, self.links
+            )
+        feed = self._feed(data, for_training)
+        per_call = self.engine.steps_per_execution(self.model)
+        return SourceExecutions(feed, Executor(step), per_call, endless=for_training)
+
+    def _loop(self, validation: Any, callbacks: Any, training: Any = None) -> Loop:
+        keras, given = self.engine.keras, callbacks
+        return Loop(
+            model=self.model,
+            training=training,
+            validation=validation,
+            callbacks=given,
+            read_logs=self.steps.logs,
+            agreement=self.agreement,
+            read_decisions=lambda: self.engine.read_learning_rate(self.model),
+            take_decisions=lambda values: self.engine.set_learning_rate(self.model, values),
+            batch_hooks=callback_rules.wants_batches(keras, given),
+            has_callbacks=len(given.callbacks) > 1,  # History alone decides nothing
+            progress=self.links.progress if self.links.is_chief else None,
+        )
+
+    def _callbacks(self, factory: Any, epochs: int, steps: int | None) -> Any:
+        params = {"epochs": epochs, "steps": steps, "verbose": 0}
+        return callback_rules.make_callbacks(
+            self.engine.keras, factory, self.model, self.links.is_chief, params
+        )
+
+    def train(self) -> dict[str, Any]:
+        """Trains; every rank returns the same."""
+        spec = self.spec
+        training = self._executions(spec.train_data, self.steps.train, for_training=True)
+        validation = (
+            None
+            if spec.validation_data is None
+            else self._executions(spec.validation_data, self.steps.test, for_training=False)
+        )
+        callback_rules.save_on_chief_only(self.model, self.links.is_chief)
+        callbacks = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
+        loop = self._loop(validation, callbacks, training)
+        loop.announce(spec.epochs, spec.global_batch_size)
+        metrics = loop.fit(spec.epochs, spec.initial_epoch, spec.validation_freq)
+        self.engine.finish(self.model)
+        history = {k: [float(v) for v in values] for k, values in self.model.history.history.items()}
+        return {
+            "history": history,
+            "metrics": metrics,
+            "steps": int(self.steps.counter.numpy()),
+            "epochs": len(self.model.history.epoch),
+            "weights_sha256": weights_sha256(self.model),
+        }
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluates `spec.train_data`; every rank returns the same."""
+        data = self._executions(self.spec.train_data, self.steps.test, for_training=False)
+        callbacks = self._callbacks(None, 1, data.steps_per_epoch)
+        return {"metrics": self._loop(data, callbacks).evaluate(data)}
+
+    def predict(self) -> None:
+        """Delivers (row numbers, outputs) of this rank's parts of `spec.train_data`."""
+        if is_factory(self.spec.train_data):
+            raise ConfigError(
+                "predict needs data with row numbers (ArraySource, ParquetSource, a sequence); a factory has none."
+            )
+        feed = self._feed(self.spec.train_data, for_training=False)
+        function = tf.function(self.steps.predict)
+        size = self.spec.global_batch_size
+        for part, dataset, number in (
+            (feed.full, feed.full_batches, feed.plan.full_steps),
+            (feed.tail, feed.tail_batches, 1 if feed.tail else 0),
+        ):
+            if not number or not part.weight:
+                continue
+            first = 0 if part is feed.full else feed.plan.full_steps
+            for step, batch in enumerate(dataset().take(number)):
+                rows = np.arange(part.rows) + (first + step) * size + part.start
+                outputs = tf.nest.map_structure(lambda t: t.numpy(), function(batch))
+                self.links.deliver("rows", (rows, outputs))

@@ -1,0 +1,244 @@
+"""One step on one rank: forward, one round of reductions, one write. All or nothing.
+
+Owns what a step changes and how it is made equal on all ranks. Does not know where batches come from (`pipeline`) or
+what happens between steps (`loop`).
+
+A step is traced in a `StepScope`: Keras's own `train_step` runs and nothing changes. Then everything that ranks must
+agree on (gradients, metric increments, moving statistics, logged numbers) is summed over ranks in one round, and only
+when all sums have arrived are variables written, each with the same value everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from raytf.errors import ConfigError
+from raytf.worker import keras_compat
+from raytf.worker.reduce import Reducer
+
+__all__ = ["Steps"]
+
+logger = logging.getLogger("raytf")
+
+
+class Steps:
+    """The compiled step functions of one model on one rank.
+
+    Args:
+        model: a compiled, built and localized Keras model.
+        strategy: the strategy to reduce with.
+        rank: this worker's rank.
+        bytes_per_pack: bound of one packed collective.
+
+    Attributes:
+        counter: int64 variable, training steps completed; written in the same graph as the state it counts.
+    """
+
+    def __init__(self, model: Any, strategy: Any, rank: int, bytes_per_pack: int) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.rank = rank
+        self.reducer = Reducer(strategy, bytes_per_pack)
+        self.counter = tf.Variable(0, dtype=tf.int64, trainable=False, name="raytf_step")
+        # What the model's own train_step or test_step returns besides metrics, from the last step; by kind of step.
+        self._raw: dict[tuple[str, str], tf.Variable] = {}
+        self._log_names: dict[str, list[str]] = {}
+        # Keras's own train_step reads nothing after `apply`; a user's may, and tracing finds out.
+        self._defer_apply = True
+        self._named: set[str] = set()
+
+    def logs(self, kind: str) -> dict[str, float]:
+        """Metrics over the steps since their reset, and the last step's other numbers: what Keras would log.
+
+        Args:
+            kind: "train" or "test".
+        """
+        metrics = {k: float(v) for k, v in self.model.get_metrics_result().items()}
+        names = self._log_names.get(kind, [])
+        # As in Keras: names that are not just the metrics' mean that the step itself chose what to log.
+        if not names or set(names) == set(metrics):
+            return metrics
+        return {n: metrics[n] if n in metrics else float(self._raw[kind, n].numpy()) for n in names}
+
+    def train(self, data: Any, share: Any) -> None:
+        """One training step on this rank's part of a batch; called inside a tf.function."""
+        try:
+            self._run("train", data, share)
+        except keras_compat.ReadAfterApply as read:
+            logger.warning(
+                "train_step of %s reads %s after the optimizer's update; updates are therefore made at once, and a "
+                "step of this model is not all or nothing.",
+                type(self.model).__name__,
+                read,
+            )
+            self._defer_apply = False
+            self._run("train", data, share)
+
+    def test(self, data: Any, share: Any) -> None:
+        """One evaluation step on this rank's part of a batch; called inside a tf.function."""
+        self._run("test", data, share)
+
+    def predict(self, data: Any) -> Any:
+        """This rank's outputs for its rows; no rank needs another."""
+        return self.model.predict_step(data)
+
+    def _run(self, kind: str, data: Any, share: Any) -> None:
+        step = self.model.train_step if kind == "train" else self.model.test_step
+
+        @tf.autograph.experimental.do_not_convert
+        def replica(batch: Any) -> None:
+            scope = keras_compat.StepScope(
+                self.rank,
+                share,
+                self.reducer.sum,
+                None if self._defer_apply else self._apply_now,
+            )
+            self._scope = scope
+            with scope:
+                logs = self._call(step, batch, scope)
+                raw = self._not_metrics(kind, logs)
+            self._commit(kind, scope, raw)
+
+        self.strategy.run(replica, args=(data,))
+
+    @staticmethod
+    def _call(step: Callable[[Any], Any], batch: Any, scope: Any) -> Any:
+        try:
+            return step(batch)
+        except AttributeError as error:
+            staged = scope.staged_trainables()
+            if "handle" not in str(error) or not staged:
+                raise
+            raise ConfigError(
+                f"the forward pass assigns the trainable weight {staged[0]} and then wants its gradient (as "
+                "SpectralNormalization does). A step on several workers writes all its changes at its end, so this "
+                "cannot be supported. Compute with the changed value instead of assigning it."
+            ) from error
+
+    def _not_metrics(self, kind: str, logs: Any) -> dict[str, tf.Tensor]:
+        if not isinstance(logs, dict):
+            return {}
+        logs = _flat(logs)
+        self._log_names[kind] = list(logs)
+        known = self.model.get_metrics_result().keys()
+        return {k: tf.cast(v, tf.float32) for k, v in logs.items() if k not in known}
+
+    def _commit(self, kind: str, scope: Any, raw: dict[str, tf.Tensor]) -> None:
+        reduce = _Round(scope, self.reducer)
+        grads = [
+            reduce.gradients(g, v) for _, gs, vs in scope.applies for g, v in zip(gs, vs, strict=True)
+        ]
+        news = [reduce.update(variable, value) for variable, value in scope.updates.values()]
+        logs = {name: reduce.mean(value) for name, value in raw.items()}
+        reduce.close()
+        with tf.control_dependencies(reduce.arrived):
+            for (variable, _), new in zip(scope.updates.values(), news, strict=True):
+                variable.assign(new())
+            reduced = iter(grads)
+            for optimizer, gs, variables in scope.applies:
+                ready = [next(reduced)() for _ in gs]
+                with keras_compat.one_process():
+                    optimizer.apply(ready, variables)
+            for name, value in logs.items():
+                self._raw_log(kind, name).assign(value())
+            if kind == "train":
+                self.counter.assign_add(1)
+        self._name_foreign_variables(scope.graph)
+
+    def _apply_now(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+        scope = self._scope
+        reduce = _Round(scope, self.reducer)
+        reduced = [reduce.gradients(g, v) for g, v in zip(grads, variables, strict=True)]
+        reduce.close()
+        with scope.suspended(), tf.control_dependencies(reduce.arrived), keras_compat.one_process():
+            optimizer.apply([g() for g in reduced], variables)
+
+    def _raw_log(self, kind: str, name: str) -> tf.Variable:
+        if (kind, name) not in self._raw:
+            with tf.init_scope():
+                self._raw[kind, name] = tf.Variable(0.0, trainable=False, name=f"raytf_log_{name}")
+        return self._raw[kind, name]
+
+    def _name_foreign_variables(self, graph: Any) -> None:
+        known = {id(v._value) for v in keras_compat.all_variables(self.model)}
+        known |= {id(self.counter), *(id(v) for v in self._raw.values())}
+        for variable in graph.variables:
+            if id(variable) not in known and variable.name not in self._named:
+                self._named.add(variable.name)
+                logger.warning(
+                    "%s is a tf.Variable that Keras does not track. raytf neither keeps it equal on all ranks nor saves "
+                    "it. Make it with self.add_weight(...).",
+                    variable.name,
+                )
+
+
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+class _Round:
+    """What one round of reductions carries. Each method takes a local value and returns a thunk of the agreed one."""
+
+    def __init__(self, scope: Any, reducer: Reducer) -> None:
+        self.scope = scope
+        self.reducer = reducer
+        self.alone = reducer.num_ranks == 1
+        self.arrived: list[tf.Tensor] = []
+        self._sent: list[tf.Tensor] = []
+        self._sums: list[tf.Tensor] = []
+
+    def _send(self, value: tf.Tensor) -> Callable[[], tf.Tensor]:
+        index = len(self._sent)
+        self._sent.append(value)
+        return lambda: self._sums[index]
+
+    def close(self) -> None:
+        self._sums = self.reducer.sum_all(self._sent)
+        self.arrived = [] if self.alone else self._sums
+
+    def _weigh(self, value: tf.Tensor) -> tf.Tensor:
+        # A stand-in row may have given NaN; 0 * NaN would spread it.
+        if self.scope.has_no_rows():
+            return tf.zeros_like(value)
+        return value * tf.cast(self.scope.share, value.dtype)
+
+    def gradients(self, grad: Any, variable: Any) -> Callable[[], Any]:
+        if grad is None or self.alone:
+            return lambda: grad
+        if isinstance(grad, tf.IndexedSlices):
+            grad = tf.convert_to_tensor(grad)
+        grad = tf.ensure_shape(grad, variable.shape)
+        return self._send(self._weigh(grad))
+
+    def mean(self, value: tf.Tensor) -> Callable[[], tf.Tensor]:
+        if self.alone:
+            return lambda: value
+        return self._send(self._weigh(value))
+
+    def update(self, variable: Any, new: tf.Tensor) -> Callable[[], tf.Tensor]:
+        """The value of a variable that the step's forward pass changed, by the rule its `aggregation` states.
+
+        Seed states count alike everywhere. "sum" (every metric's default): old + the ranks' increments. "mean", and
+        floats without a rule (moving statistics): mean over ranks weighted by rows. Integers without a rule, and
+        "only_first_replica": rank 0's.
+        """
+        if self.alone or id(variable) in self.scope.seeds:
+            return lambda: new
+        dtype = new.dtype
+        if variable.aggregation == "sum":
+            old = tf.convert_to_tensor(variable._value)
+            delta = tf.zeros_like(new) if self.scope.has_no_rows() else new - old
+            total = self._send(delta)
+            return lambda: old + total()
+        if variable.aggregation in ("mean", "none") and dtype.is_floating:
+            return self._send(self._weigh(new))
+        wide = tf.cast(new, tf.int64) if dtype == tf.bool else new
+        first = self._send(wide if self.scope.rank == 0 else tf.zeros_like(wide))
+        return lambda: tf.cast(first(), dtype)

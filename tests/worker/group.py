@@ -1,0 +1,125 @@
+"""Runs a function on several real worker processes without Ray: TF_CONFIG on loopback, a real strategy.
+
+`python -m tests.worker.group MODULE:FUNCTION RANK NUM_WORKERS PORTS OUT [ARG]` is one worker; `run_group` starts them.
+The function is called as `function(links, strategy, arg) -> picklable` and its result comes back per rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+from raytf.worker.links import Formation, Links
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def loopback_links(rank: int, addresses: tuple[str, ...], **overrides: Any) -> Links:
+    """Links of a group whose ports are chosen beforehand; nothing is compared, progress is dropped."""
+    values: dict[str, Any] = {
+        "rank": rank,
+        "num_workers": len(addresses),
+        "num_cpus": 1.0,
+        "num_gpus": 0.0,
+        "host": "127.0.0.1",
+        "join": lambda address, attempt: Formation(generation=1, addresses=addresses),
+        "hold": lambda generation, error: True,
+        "ready": lambda generation, error: True,
+        "compare": lambda signature: None,
+        "progress": lambda record: None,
+        "deliver": lambda key, value: None,
+    }
+    return Links(**(values | overrides))
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float = 300) -> list[Any]:
+    """Runs `module:function` on a group; returns each rank's result, raises the first rank's error text.
+
+    With 0 workers it runs in one process of its own without any strategy: `function(None, None, arg)`.
+    """
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
+    search = os.pathsep.join([ROOT, *sys.path])
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": search}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    env.pop("TF_CONFIG", None)
+    with tempfile.TemporaryDirectory() as scratch:
+        with open(os.path.join(scratch, "arg"), "wb") as f:
+            pickle.dump(arg, f)
+        workers = []
+        for rank in range(max(1, num_workers)):
+            log = open(os.path.join(scratch, f"log{rank}"), "wb")  # noqa: SIM115
+            command = [sys.executable, "-m", "tests.worker.group", target, str(rank)]
+            workers.append(
+                subprocess.Popen(
+                    [*command, ",".join(addresses), scratch],
+                    cwd=ROOT,
+                    env=env,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        try:
+            for worker in workers:
+                worker.wait(timeout_s)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        results = []
+        for rank in range(len(workers)):
+            path = os.path.join(scratch, f"out{rank}")
+            if not os.path.exists(path):
+                with open(os.path.join(scratch, f"log{rank}")) as f:
+                    raise RuntimeError(f"rank {rank} of {target} gave nothing:\n{f.read()[-4000:]}")
+            with open(path, "rb") as f:
+                results.append(pickle.load(f))
+        for rank, (ok, value) in enumerate(results):
+            if not ok:
+                raise RuntimeError(f"rank {rank} of {target}:\n{value}")
+        return [value for _, value in results]
+
+
+def main() -> None:
+    target, rank, addresses, scratch = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    with open(os.path.join(scratch, "arg"), "rb") as f:
+        arg = pickle.load(f)
+    links = strategy = None
+    try:
+        from raytf.config import CommunicationConfig
+        from raytf.worker.strategy import _strategy, configure
+
+        configure(1, 0, deterministic=True)
+        if addresses:
+            formation = Formation(generation=1, addresses=tuple(addresses.split(",")))
+            links = loopback_links(rank, formation.addresses)
+            strategy = _strategy(formation, links, CommunicationConfig())
+        module, function = target.split(":")
+        outcome = (True, getattr(importlib.import_module(module), function)(links, strategy, arg))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    temporary = os.path.join(scratch, f"tmp{rank}")
+    with open(temporary, "wb") as f:
+        pickle.dump(outcome, f)
+    os.replace(temporary, os.path.join(scratch, f"out{rank}"))
+    os._exit(0)  # TensorFlow's server threads outlive the last collective
+
+
+if __name__ == "__main__":
+    main()

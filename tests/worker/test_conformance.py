@@ -1,0 +1,68 @@
+"""Keras 3 on 1, 2 and 3 workers equals plain Keras in one process over the same batches.
+
+Each group of processes trains all cases in turn; the tests compare what came out.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.worker.cases import CASES, FLOAT32
+from tests.worker.group import run_group
+
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(600)]
+
+
+@functools.cache
+def outcomes(num_workers: int) -> list[dict[str, Any]]:
+    target = "worker" if num_workers else "reference"
+    return run_group(f"tests.worker.cases:{target}", num_workers, list(CASES), timeout_s=540)
+
+
+def differences(
+    mine: dict[str, Any], theirs: dict[str, Any], tolerance: tuple[float, float]
+) -> list[str]:
+    relative, absolute = tolerance
+    found = []
+    for kind in ("weights", "optimizer"):
+        assert [name for name, _ in mine[kind]] == [name for name, _ in theirs[kind]]
+        for (name, a), (_, b) in zip(mine[kind], theirs[kind], strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+            limit = relative * np.max(np.abs(a), initial=0) + absolute
+            error = np.max(np.abs(a - b), initial=0)
+            if not error <= limit:
+                found.append(f"{kind} {name}: {error:.3g} > {limit:.3g}")
+    return found + log_differences(mine, theirs, relative)
+
+
+def log_differences(mine: dict[str, Any], theirs: dict[str, Any], relative: float) -> list[str]:
+    assert set(mine["history"]) == set(theirs["history"])
+    found = []
+    for name, values in theirs["history"].items():
+        if not np.allclose(
+            mine["history"][name], values, rtol=relative, atol=max(1e-6, relative / 10)
+        ):
+            found.append(f"{name}: {mine['history'][name]} is not {values}")
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_plain_keras(name: str, num_workers: int) -> None:
+    case = CASES[name]
+    ranks = [rank[name] for rank in outcomes(num_workers)]
+    assert "error" not in ranks[0], ranks[0]["error"]
+    assert len({rank["digest"] for rank in ranks}) == 1, "ranks are not bit-equal"
+    if num_workers > 1 and not case.equal_to_one_process:
+        return
+    expected = outcomes(0)[0][name]
+    if case.loss_tolerance is not None:
+        assert log_differences(ranks[0], expected, case.loss_tolerance) == []
+        return
+    tolerance = FLOAT32 if num_workers == 1 else case.tolerance
+    assert differences(ranks[0], expected, tolerance) == []
