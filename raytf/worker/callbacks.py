@@ -8,6 +8,8 @@ everyone's. Callbacks that write run on rank 0 alone.
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ __all__ = ["Agreement", "make_callbacks", "save_on_chief_only", "wants_batches"]
 
 logger = logging.getLogger("raytf")
 
-_WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "RemoteMonitor")
+_WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
 _REFUSED = {
     "BackupAndRestore": "raytf restores runs itself",
     "ProgbarLogger": "progress is shown on the driver",
@@ -33,6 +35,7 @@ def make_callbacks(
     factory: Callable[[], list[Any]] | None,
     model: Any,
     is_chief: bool,
+    saves_alone: bool,
     params: dict[str, Any],
 ) -> Any:
     """A Keras CallbackList with History, as `model.fit` makes it.
@@ -44,6 +47,7 @@ def make_callbacks(
         factory: the user's `callbacks`.
         model: the model they are set on.
         is_chief: whether this is rank 0.
+        saves_alone: whether one rank can save the model without the others (else ModelCheckpoint runs on all).
         params: Keras's `params` (verbose, epochs, steps).
 
     Raises:
@@ -61,15 +65,15 @@ def make_callbacks(
         for name, reason in _REFUSED.items():
             if type(callback).__name__ == name:
                 raise ConfigError(f"callbacks: {name} cannot be used, because {reason}. Leave it out.")
-    kept = [c for c in given if is_chief or not _is_chief_only(keras, c)]
+    kept = [c for c in given if is_chief or not _is_chief_only(keras, c, saves_alone)]
     return keras.callbacks.CallbackList(kept, add_history=True, add_progbar=False, model=model, **params)
 
 
-def _is_chief_only(keras: Any, callback: Any) -> bool:
+def _is_chief_only(keras: Any, callback: Any, saves_alone: bool) -> bool:
     if hasattr(callback, "chief_only"):
         return bool(callback.chief_only)
-    writers = tuple(getattr(keras.callbacks, name) for name in _WRITERS)
-    return isinstance(callback, writers)
+    writers = (*_WRITERS, "ModelCheckpoint") if saves_alone else _WRITERS
+    return isinstance(callback, tuple(getattr(keras.callbacks, name) for name in writers))
 
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -85,23 +89,30 @@ def wants_batches(keras: Any, callbacks: Any, hooks: tuple[str, ...] = _BATCH_HO
     )
 
 
-def save_on_chief_only(model: Any, is_chief: bool) -> None:
-    """Makes `model.save` and its kind do nothing on other ranks, so that one copy is written.
+def save_on_chief_only(model: Any, is_chief: bool, saves_alone: bool) -> None:
+    """Makes `model.save` and its kind leave one copy, rank 0's, wherever they are called.
 
-    Variables are local, so a save on one rank waits for nobody.
+    Args:
+        model: the Keras model.
+        is_chief: whether this is rank 0.
+        saves_alone: whether a save on one rank waits for nobody. If not, other ranks save as well, into a directory
+            that is then removed.
     """
     if is_chief:
         return
 
-    def skip(name: str) -> Callable[..., None]:
-        def skipped(*args: Any, **kwargs: Any) -> None:
-            logger.debug("model.%s is left to rank 0", name)
+    def replaced(name: str, original: Callable[..., Any]) -> Callable[..., None]:
+        def save(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            logger.debug("model.%s(%r) is left to rank 0", name, filepath)
+            if not saves_alone:
+                with tempfile.TemporaryDirectory() as scratch:
+                    original(os.path.join(scratch, os.path.basename(str(filepath))), *args, **kwargs)
 
-        return skipped
+        return save
 
     for name in ("save", "save_weights", "export"):
         if hasattr(model, name):
-            object.__setattr__(model, name, skip(name))
+            object.__setattr__(model, name, replaced(name, getattr(model, name)))
 
 
 class Agreement:

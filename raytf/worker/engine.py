@@ -17,13 +17,15 @@ class Engine(Protocol):
     """What the session needs of a Keras."""
 
     keras: Any
+    saves_alone: bool  # whether one rank can save the model without the others
 
     def build(self, spec: TrainSpec, links: Links, strategy: Any, element_spec: Any) -> Any:
         """The compiled model with all its state, on this rank."""
         ...
 
     def steps(self, model: Any, strategy: Any, rank: int, spec: TrainSpec) -> Any:
-        """The model's training and evaluation steps (`train`, `test`, `predict`, `logs`, `counter`, `reducer`)."""
+        """The model's training and evaluation steps (`train`, `test`, `predict`, `logs`, `peek`, `counter`,
+        `reducer`)."""
         ...
 
     def read_learning_rate(self, model: Any) -> list[float]:
@@ -42,9 +44,15 @@ class Engine(Protocol):
         """What `model.fit` does at its very end (averaged weights)."""
         ...
 
+    def host_model(self, model: Any) -> Any:
+        """The model for rank 0 to save alone; called on all ranks."""
+        ...
+
 
 class KerasEngine:
     """Keras 3, mended for several workers."""
+
+    saves_alone = True
 
     def __init__(self) -> None:
         import keras
@@ -85,6 +93,9 @@ class KerasEngine:
 
     def finish(self, model: Any) -> None:
         model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def host_model(self, model: Any) -> Any:
+        return model  # its variables are local
 
 
 def engine_for(legacy_keras: bool) -> Engine:

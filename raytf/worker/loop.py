@@ -28,6 +28,7 @@ class Loop:
         validation: executions of the validation data, or None.
         callbacks: a Keras CallbackList.
         read_logs: `("train" | "test") -> dict[str, float]`; current metrics, read from the device.
+        peek_logs: the same as far as one rank can know it alone.
         agreement: settles decisions.
         decisions: `() -> list[float]` and `(list) -> None`: what callbacks decide besides stopping (learning rate).
         batch_hooks: whether a callback wants to hear of each execution; if none does, nothing is read for it.
@@ -39,6 +40,7 @@ class Loop:
     validation: Executions | None
     callbacks: Any
     read_logs: Callable[[str], dict[str, float]]
+    peek_logs: Callable[[str], dict[str, float]]
     agreement: Agreement
     read_decisions: Callable[[], list[float]]
     take_decisions: Callable[[list[float]], None]
@@ -130,7 +132,7 @@ class Loop:
             epoch=epoch,
             step=steps,
             total_step=self.total_step,
-            logs=self.read_logs("train"),
+            logs=self.peek_logs("train"),
             examples_per_s=rate,
         )
 

@@ -73,6 +73,7 @@ class Feed:
         transform: per-sample tf.data map function `(x, y[, key]) -> (x, y)`; `key` has shape (2,), int64, and is a
             function of (seed, epoch, row).
         class_weight: weight per class number, turned into sample weights.
+        floatx: Keras's float type; 64-bit floats become that, as in `model.fit`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Feed:
         drop_remainder: bool = False,
         transform: Callable[..., Any] | None = None,
         class_weight: Mapping[int, float] | None = None,
+        floatx: str = "float32",
     ) -> None:
         self.source = source
         self.plan = Plan(len(source), global_batch_size, drop_remainder)
@@ -99,6 +101,7 @@ class Feed:
         self.full = Part.of(global_batch_size, num_workers, rank)
         self.tail = Part.of(self.plan.tail_rows, num_workers, rank) if self.plan.tail_rows else None
         self._seed = seed
+        self._floatx = tf.as_dtype(floatx)
         self._transform = transform
         self._class_weight = class_weight
         if class_weight and self.source.spec()[2] is not None:
@@ -150,7 +153,8 @@ class Feed:
         dataset = dataset.map(self._read, num_parallel_calls=2, deterministic=True)
         if self._transform is not None:
             dataset = dataset.unbatch().map(self._augment, num_parallel_calls=2, deterministic=True)
-            dataset = dataset.batch(part.rows, drop_remainder=True)
+            self._check_pair(dataset.element_spec["pair"])
+            dataset = dataset.map(self._unpair).batch(part.rows, drop_remainder=True)
         dataset = dataset.map(self._finish)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -159,7 +163,11 @@ class Feed:
 
     def _in_memory(self) -> Any:
         arrays = self.source.in_memory()
-        return None if arrays is None else map_leaves(tf.convert_to_tensor, arrays)
+        return None if arrays is None else map_leaves(self._tensor, arrays)
+
+    def _tensor(self, array: Any) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(array)
+        return tf.cast(tensor, self._floatx) if tensor.dtype == tf.float64 else tensor
 
     def _read(self, rows: tf.Tensor, epoch: tf.Tensor) -> Any:
         if self._arrays is not None:
@@ -181,7 +189,7 @@ class Feed:
         def restore(leaf: ArraySpec) -> tf.Tensor:
             tensor = next(flat)
             tensor.set_shape((rows.shape[0], *leaf.shape))
-            return tensor
+            return tf.cast(tensor, self._floatx) if tensor.dtype == tf.float64 else tensor
 
         return map_leaves(restore, spec)
 
@@ -204,18 +212,22 @@ class Feed:
         arguments = (element["x"], element.get("y"))
         if "key" in element:
             arguments += (element["key"],)
-        result = self._transform(*arguments)  # type: ignore[misc]
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ConfigError(
-                f"transform must return a pair (x, y). Received: {type(result).__name__}"
-                + (f" of {len(result)}." if isinstance(result, tuple) else ".")
-            )
-        out = {"x": result[0]}
-        if result[1] is not None:
-            out["y"] = result[1]
+        out = {"pair": self._transform(*arguments)}  # type: ignore[misc]
         if "weight" in element:
             out["weight"] = element["weight"]
         return out
+
+    @staticmethod
+    def _check_pair(pair: Any) -> None:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            what = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else type(pair).__name__
+            raise ConfigError(f"transform must return a pair (x, y). Received: {what}.")
+
+    @staticmethod
+    def _unpair(element: dict[str, Any]) -> dict[str, Any]:
+        x, y = element["pair"]
+        out = {"x": x} if y is None else {"x": x, "y": y}
+        return out | ({"weight": element["weight"]} if "weight" in element else {})
 
     def _finish(self, element: dict[str, Any]) -> Any:
         x, y, weight = element["x"], element.get("y"), element.get("weight")
@@ -225,7 +237,7 @@ class Feed:
 
 
 def _tf_dtype(leaf: ArraySpec) -> tf.DType:
-    return tf.string if np.dtype(leaf.dtype).kind in "US" else tf.as_dtype(leaf.dtype)
+    return tf.string if leaf.dtype in ("str", "bytes") else tf.as_dtype(leaf.dtype)
 
 
 def _class_weights(y: Any, class_weight: Mapping[int, float]) -> tf.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.config import TrainSpec
-from raytf.data import as_source, is_factory
+from raytf.data import as_source, is_factory, share
 from raytf.errors import ConfigError
 from raytf.worker import callbacks as callback_rules
 from raytf.worker import export
@@ -48,9 +48,11 @@ def run(job: Job, links: Links) -> dict[str, Any]:
     trainee = Trainee(job.spec, links, strategy, engine)
     if job.mode == "train":
         result = trainee.train() | {"threads": threads, "generation": formation.generation}
-        if links.is_chief and job.output is not None:
-            _phase(links, "exporting")
-            export.write(trainee.model, job.output[0], job.output[1], result)
+        if job.output is not None:
+            model = engine.host_model(trainee.model)
+            if links.is_chief:
+                _phase(links, "exporting")
+                export.write(model, job.output[0], job.output[1], result)
         return result
     if job.weights is None:
         raise ConfigError(f"a {job.mode} job without weights; a raytf bug.")
@@ -126,12 +128,11 @@ class Trainee:
             seed=spec.seed,
             shuffle=for_training and spec.shuffle,
             drop_remainder=for_training and spec.drop_remainder,
+            floatx=self.engine.keras.backend.floatx(),
             **mine,
         )
 
     def _dataset(self, factory: Any, epoch: int) -> tf.data.Dataset:
-        from raytf.data import share
-
         spec, links = self.spec, self.links
         start, stop = share(spec.global_batch_size, links.num_workers, links.rank)
         context = FactoryContext(
@@ -165,25 +166,30 @@ class Trainee:
         return SourceExecutions(feed, Executor(step), per_call, endless=for_training)
 
     def _loop(self, validation: Any, callbacks: Any, training: Any = None) -> Loop:
-        keras, given = self.engine.keras, callbacks
         return Loop(
             model=self.model,
             training=training,
             validation=validation,
-            callbacks=given,
+            callbacks=callbacks,
             read_logs=self.steps.logs,
+            peek_logs=self.steps.peek,
             agreement=self.agreement,
             read_decisions=lambda: self.engine.read_learning_rate(self.model),
             take_decisions=lambda values: self.engine.set_learning_rate(self.model, values),
-            batch_hooks=callback_rules.wants_batches(keras, given),
-            has_callbacks=len(given.callbacks) > 1,  # History alone decides nothing
+            batch_hooks=callback_rules.wants_batches(self.engine.keras, callbacks),
+            has_callbacks=len(callbacks.callbacks) > 1,  # History alone decides nothing
             progress=self.links.progress if self.links.is_chief else None,
         )
 
     def _callbacks(self, factory: Any, epochs: int, steps: int | None) -> Any:
         params = {"epochs": epochs, "steps": steps, "verbose": 0}
         return callback_rules.make_callbacks(
-            self.engine.keras, factory, self.model, self.links.is_chief, params
+            self.engine.keras,
+            factory,
+            self.model,
+            self.links.is_chief,
+            self.engine.saves_alone,
+            params,
         )
 
     def train(self) -> dict[str, Any]:
@@ -195,7 +201,9 @@ class Trainee:
             if spec.validation_data is None
             else self._executions(spec.validation_data, self.steps.test, for_training=False)
         )
-        callback_rules.save_on_chief_only(self.model, self.links.is_chief)
+        callback_rules.save_on_chief_only(
+            self.model, self.links.is_chief, self.engine.saves_alone
+        )
         callbacks = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
         loop = self._loop(validation, callbacks, training)
         loop.announce(spec.epochs, spec.global_batch_size)

@@ -64,6 +64,8 @@ class Steps:
             return metrics
         return {n: metrics[n] if n in metrics else float(self._raw[kind, n].numpy()) for n in names}
 
+    peek = logs  # variables are local: one rank can look without the others
+
     def train(self, data: Any, share: Any) -> None:
         """One training step on this rank's part of a batch; called inside a tf.function."""
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Case:
     class_weight: dict[int, float] | None = None
     equal_to_one_process: bool = True
     loss_tolerance: float | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    validate: bool = False
 
 
 ROWS = 29
@@ -308,7 +308,7 @@ def _scalar_metric(keras: Any) -> list[Any]:
 
 
 CASES: dict[str, Case] = {
-    "dense": Case(build=classifier(dense), data=table),
+    "dense": Case(validate=True, build=classifier(dense), data=table),
     "conv2d": Case(
         build=classifier(
             lambda k: k.layers.Conv2D(4, 3, activation="relu"),
@@ -337,9 +337,9 @@ CASES: dict[str, Case] = {
         ),
         data=words,
     ),
-    "masked_sequence": Case(build=masked, data=padded_words),
+    "masked_sequence": Case(validate=True, build=masked, data=padded_words),
     "batchnorm": Case(
-        build=classifier(dense, _norm(False)), data=table, equal_to_one_process=False
+        validate=True, build=classifier(dense, _norm(False)), data=table, equal_to_one_process=False
     ),
     "batchnorm_synchronized": Case(build=classifier(dense, _norm(True)), data=table),
     "dropout": Case(
@@ -351,12 +351,14 @@ CASES: dict[str, Case] = {
         build=classifier(lambda k: k.layers.Dense(8, kernel_regularizer=k.regularizers.L2(0.05))),
         data=table,
     ),
-    "functional_two_outputs": Case(build=functional, data=two_outputs),
+    "functional_two_outputs": Case(validate=True, build=functional, data=two_outputs),
     "subclassed": Case(build=subclassed, data=table),
-    "own_train_step": Case(build=lambda k: subclassed(k, own_train_step), data=table),
+    "own_train_step": Case(
+        validate=True, build=lambda k: subclassed(k, own_train_step), data=table
+    ),
     "plain_train_step": Case(build=lambda k: subclassed(k, plain_train_step), data=table),
     "reads_after_update": Case(build=two_updates, data=table),
-    "sample_weight": Case(build=classifier(dense), data=weighted_table),
+    "sample_weight": Case(validate=True, build=classifier(dense), data=weighted_table),
     "weighted_metrics": Case(
         build=classifier(dense, weighted_metrics=["accuracy"]), data=weighted_table
     ),
@@ -367,12 +369,14 @@ CASES: dict[str, Case] = {
     "sum_reduction": Case(
         build=classifier(dense, loss=_loss("sum"), optimizer=_opt("SGD", 0.01)), data=table
     ),
-    "auc": Case(build=lambda k: _binary(k), data=binary),
+    "auc": Case(validate=True, build=lambda k: _binary(k), data=binary),
     "top_k": Case(
         build=classifier(dense, metrics=lambda k: [k.metrics.SparseTopKCategoricalAccuracy(2)]),
         data=table,
     ),
-    "scalar_metric": Case(build=classifier(dense, metrics=_scalar_metric), data=table),
+    "scalar_metric": Case(
+        validate=True, build=classifier(dense, metrics=_scalar_metric), data=table
+    ),
     "adamw_cosine": Case(build=classifier(dense, optimizer=_cosine), data=table),
     "sgd_momentum": Case(
         build=classifier(dense, optimizer=_opt("SGD", 0.1, momentum=0.9, nesterov=True)), data=table
@@ -423,10 +427,12 @@ CASES: dict[str, Case] = {
     "mixed_float16": Case(build=mixed("mixed_float16"), data=rows(20), tolerance=HALF, batch=4),
     "float16_overflow": Case(build=overflowing, data=rows(20), tolerance=HALF, batch=4),
     "steps_per_execution": Case(build=classifier(dense, steps_per_execution=2), data=table),
-    "steps_per_execution_many": Case(build=classifier(dense, steps_per_execution=10), data=table),
+    "steps_per_execution_many": Case(
+        validate=True, build=classifier(dense, steps_per_execution=10), data=table
+    ),
     "frozen": Case(build=frozen, data=table),
     "multi_optimizer": Case(build=multi_optimizer, data=table),
-    "last_batch_of_one_row": Case(build=classifier(dense), data=rows(17)),
+    "last_batch_of_one_row": Case(validate=True, build=classifier(dense), data=rows(17)),
     "last_batch_of_two_rows": Case(build=classifier(dense), data=rows(18)),
     "tail_synchronized_norm": Case(build=classifier(dense, _norm(True)), data=rows(17)),
     "tail_weighted": Case(build=classifier(dense), data=rows(17, weighted_table)),
@@ -493,7 +499,7 @@ def worker(links: Any, strategy: Any, names: list[str]) -> dict[str, Any]:
         spec = TrainSpec(
             build_model=build,
             train_data=data,
-            validation_data=source(case) if case.class_weight is None else None,
+            validation_data=source(case) if case.validate else None,
             global_batch_size=case.batch,
             epochs=case.epochs,
             seed=SEED,
@@ -552,7 +558,7 @@ def reference(links: Any, strategy: Any, names: list[str]) -> dict[str, Any]:
             if case.class_weight is None
             else None,
             # Without it Keras counts a step that finds the data ended in metrics that look at no data.
-            validation_steps=plan.steps_per_epoch if case.class_weight is None else None,
+            validation_steps=plan.steps_per_epoch if case.validate else None,
             class_weight=case.class_weight,
             verbose=0,
         )

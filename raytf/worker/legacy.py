@@ -1,0 +1,163 @@
+"""tf_keras (Keras 2) under MultiWorkerMirroredStrategy, as tf.distribute supports it.
+
+tf_keras reduces gradients and metrics itself; reading a metric is a collective of all ranks, so nothing is read between
+agreed points. Read in tf_keras 2.21.0. Not equal to one process as Keras 3 under raytf is: `global_clipnorm` clips
+before the reduction, dropout masks repeat on every rank, and a step is not all or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from raytf.config import TrainSpec
+from raytf.errors import ConfigError
+from raytf.worker.links import Links
+from raytf.worker.pipeline import count_parameters
+from raytf.worker.reduce import Reducer
+
+__all__ = ["LegacyEngine"]
+
+logger = logging.getLogger("raytf")
+
+
+class LegacyEngine:
+    """The `Engine` of tf_keras."""
+
+    saves_alone = False
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("tf_keras") is None:
+            raise ConfigError(
+                "legacy_keras=True needs the package tf-keras on the workers: install raytf[legacy-keras]."
+            )
+        import tf_keras
+
+        self.keras = tf_keras
+
+    def build(self, spec: TrainSpec, links: Links, strategy: Any, element_spec: Any) -> Any:
+        """The model in the strategy's scope, after its signature was compared."""
+        self._spec, self._element_spec = spec, element_spec
+        trial = self._call(element_spec)
+        links.compare(_signature(trial, self.keras.__version__))
+        with strategy.scope():
+            model = self._call(element_spec)
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    def _call(self, element_spec: Any) -> Any:
+        spec = self._spec
+        self.keras.backend.clear_session()
+        self.keras.utils.set_random_seed(spec.seed)
+        build_model = spec.build_model
+        model = build_model(dict(spec.config)) if count_parameters(build_model) else build_model()
+        if not isinstance(model, self.keras.Model):
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            hint = "It must return a compiled tf_keras.Model."
+            if kind.startswith("keras."):
+                hint = "That is a model of Keras 3; build it with `tf.keras` or `tf_keras`, or set legacy_keras=False."
+            raise ConfigError(f"build_model returned {kind}. {hint}")
+        if getattr(model, "optimizer", None) is None:
+            raise ConfigError("build_model returned an uncompiled model. Call model.compile(...) in it.")
+        if not model.built or not model.weights:
+            model(tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), element_spec[0]))
+        return model
+
+    def steps(self, model: Any, strategy: Any, rank: int, spec: TrainSpec) -> Any:
+        return _Steps(model, strategy, spec.communication.bytes_per_pack)
+
+    def read_learning_rate(self, model: Any) -> list[float]:
+        rate = model.optimizer.learning_rate
+        return [float(rate.numpy())] if isinstance(rate, tf.Variable) else []
+
+    def set_learning_rate(self, model: Any, values: list[float]) -> None:
+        model.optimizer.learning_rate = values[0]
+
+    def steps_per_execution(self, model: Any) -> int:
+        steps = model._steps_per_execution
+        return 1 if steps is None else int(steps.numpy() if hasattr(steps, "numpy") else steps)
+
+    def finish(self, model: Any) -> None:
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+
+    def host_model(self, model: Any) -> Any:
+        """A copy without a strategy, which one rank can save; made by all ranks together."""
+        weights = model.get_weights()
+        copy = self._call(self._element_spec)
+        copy.set_weights(weights)
+        return copy
+
+
+class _Steps:
+    """Training and evaluation steps by tf_keras's own `train_step` and `test_step`."""
+
+    def __init__(self, model: Any, strategy: Any, bytes_per_pack: int) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.reducer = Reducer(strategy, bytes_per_pack)
+        self.counter = tf.Variable(0, dtype=tf.int64, trainable=False, name="raytf_step")
+
+    def train(self, data: Any, share: Any) -> None:
+        self._run(self.model.train_step, data, share)
+        self.counter.assign_add(1)
+
+    def test(self, data: Any, share: Any) -> None:
+        self._run(self.model.test_step, data, share)
+
+    def predict(self, data: Any) -> Any:
+        return self.model.predict_step(data)
+
+    def _run(self, step: Any, data: Any, share: Any) -> None:
+        if isinstance(share, float) and share == 0.0:
+            raise ConfigError(
+                "the last batch has fewer rows than there are workers, which tf_keras cannot count. Use "
+                "drop_remainder=True, another global_batch_size, or Keras 3 (legacy_keras=False)."
+            )
+
+        @tf.autograph.experimental.do_not_convert
+        def replica(batch: Any) -> None:
+            with _loss_scale(share):
+                step(batch)
+
+        self.strategy.run(replica, args=(data,))
+
+    def logs(self, kind: str) -> dict[str, float]:
+        """Metrics over all ranks; every rank must ask at the same time."""
+        with self.strategy.scope():
+            return {k: float(v) for k, v in self.model.get_metrics_result().items()}
+
+    def peek(self, kind: str) -> dict[str, float]:
+        """What one rank can say without the others: nothing."""
+        return {}
+
+
+@contextlib.contextmanager
+def _loss_scale(share: Any) -> Iterator[None]:
+    """While a step is traced, a rank's mean loss counts by its rows instead of by 1 / number of ranks."""
+    from tf_keras.src.utils import losses_utils
+
+    original = losses_utils.scale_loss_for_distribution
+    losses_utils.scale_loss_for_distribution = lambda loss: loss * tf.cast(share, loss.dtype)
+    try:
+        yield
+    finally:
+        losses_utils.scale_loss_for_distribution = original
+
+
+def _signature(model: Any, version: str) -> dict[str, Any]:
+    return {
+        "model": type(model).__name__,
+        "variables": [
+            {"path": v.name, "shape": list(v.shape), "dtype": v.dtype.name} for v in model.variables
+        ],
+        "optimizer": type(model.optimizer).__name__,
+        "optimizer_config": json.loads(json.dumps(model.optimizer.get_config(), default=repr)),
+        "keras": version,
+        "tensorflow": tf.__version__,
+    }
