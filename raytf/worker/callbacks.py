@@ -37,8 +37,10 @@ def make_callbacks(
     is_chief: bool,
     saves_alone: bool,
     params: dict[str, Any],
-) -> Any:
-    """A Keras CallbackList with History, as `model.fit` makes it.
+) -> tuple[Any, list[Any]]:
+    """A Keras CallbackList with History, as `model.fit` makes it, and all callbacks that the user gave.
+
+    What depends on which callbacks there are must depend on the second, which is alike on all ranks.
 
     A callback runs on rank 0 alone if it is one of Keras's file writers or says `chief_only = True`.
 
@@ -66,7 +68,10 @@ def make_callbacks(
             if type(callback).__name__ == name:
                 raise ConfigError(f"callbacks: {name} cannot be used, because {reason}. Leave it out.")
     kept = [c for c in given if is_chief or not _is_chief_only(keras, c, saves_alone)]
-    return keras.callbacks.CallbackList(kept, add_history=True, add_progbar=False, model=model, **params)
+    callbacks = keras.callbacks.CallbackList(
+        kept, add_history=True, add_progbar=False, model=model, **params
+    )
+    return callbacks, list(given)
 
 
 def _is_chief_only(keras: Any, callback: Any, saves_alone: bool) -> bool:
@@ -77,15 +82,17 @@ def _is_chief_only(keras: Any, callback: Any, saves_alone: bool) -> bool:
 
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+_TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
 
-def wants_batches(keras: Any, callbacks: Any, hooks: tuple[str, ...] = _BATCH_HOOKS) -> bool:
-    """Whether any callback of a list listens between the steps of an epoch."""
+def wants_batches(keras: Any, callbacks: list[Any]) -> bool:
+    """Whether any of these callbacks listens between the steps of an epoch; if none does, nothing is read for it."""
     base = keras.callbacks.Callback
     return any(
         getattr(type(callback), hook) is not getattr(base, hook)
-        for callback in callbacks.callbacks
-        for hook in hooks
+        for callback in callbacks
+        if getattr(callback, "save_freq", None) != "epoch"  # ModelCheckpoint's hook does nothing then
+        for hook in _BATCH_HOOKS + _TEST_HOOKS
     )
 
 

@@ -44,17 +44,21 @@ class LegacyEngine:
     def build(self, spec: TrainSpec, links: Links, strategy: Any, element_spec: Any) -> Any:
         """The model in the strategy's scope, after its signature was compared."""
         self._spec, self._element_spec = spec, element_spec
+        self._reset()
         trial = self._call(element_spec)
         links.compare(_signature(trial, self.keras.__version__))
+        self._reset()  # not in the scope: it drops the graph that the scope is entered on
         with strategy.scope():
             model = self._call(element_spec)
             model.optimizer.build(model.trainable_variables)
         return model
 
+    def _reset(self) -> None:
+        self.keras.backend.clear_session()
+        self.keras.utils.set_random_seed(self._spec.seed)
+
     def _call(self, element_spec: Any) -> Any:
         spec = self._spec
-        self.keras.backend.clear_session()
-        self.keras.utils.set_random_seed(spec.seed)
         build_model = spec.build_model
         model = build_model(dict(spec.config)) if count_parameters(build_model) else build_model()
         if not isinstance(model, self.keras.Model):

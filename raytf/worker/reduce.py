@@ -50,7 +50,8 @@ class Reducer:
         if self.num_ranks == 1:
             return tensor
         replica = tf.distribute.get_replica_context()
-        return replica.all_reduce(tf.distribute.ReduceOp.SUM, tensor, self._options)
+        # identity: an argument of a tf.function has no device, and the reduction looks for one.
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensor), self._options)
 
     def sum_all(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sums over ranks; none is usable before all have arrived (all or nothing).

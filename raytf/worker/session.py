@@ -165,7 +165,9 @@ class Trainee:
         per_call = self.engine.steps_per_execution(self.model)
         return SourceExecutions(feed, Executor(step), per_call, endless=for_training)
 
-    def _loop(self, validation: Any, callbacks: Any, training: Any = None) -> Loop:
+    def _loop(
+        self, validation: Any, callbacks: Any, given: list[Any], training: Any = None
+    ) -> Loop:
         return Loop(
             model=self.model,
             training=training,
@@ -176,12 +178,12 @@ class Trainee:
             agreement=self.agreement,
             read_decisions=lambda: self.engine.read_learning_rate(self.model),
             take_decisions=lambda values: self.engine.set_learning_rate(self.model, values),
-            batch_hooks=callback_rules.wants_batches(self.engine.keras, callbacks),
-            has_callbacks=len(callbacks.callbacks) > 1,  # History alone decides nothing
+            batch_hooks=callback_rules.wants_batches(self.engine.keras, given),
+            has_callbacks=bool(given),
             progress=self.links.progress if self.links.is_chief else None,
         )
 
-    def _callbacks(self, factory: Any, epochs: int, steps: int | None) -> Any:
+    def _callbacks(self, factory: Any, epochs: int, steps: int | None) -> tuple[Any, list[Any]]:
         params = {"epochs": epochs, "steps": steps, "verbose": 0}
         return callback_rules.make_callbacks(
             self.engine.keras,
@@ -204,8 +206,8 @@ class Trainee:
         callback_rules.save_on_chief_only(
             self.model, self.links.is_chief, self.engine.saves_alone
         )
-        callbacks = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
-        loop = self._loop(validation, callbacks, training)
+        callbacks, given = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
+        loop = self._loop(validation, callbacks, given, training)
         loop.announce(spec.epochs, spec.global_batch_size)
         metrics = loop.fit(spec.epochs, spec.initial_epoch, spec.validation_freq)
         self.engine.finish(self.model)
@@ -221,8 +223,8 @@ class Trainee:
     def evaluate(self) -> dict[str, Any]:
         """Evaluates `spec.train_data`; every rank returns the same."""
         data = self._executions(self.spec.train_data, self.steps.test, for_training=False)
-        callbacks = self._callbacks(None, 1, data.steps_per_epoch)
-        return {"metrics": self._loop(data, callbacks).evaluate(data)}
+        callbacks, given = self._callbacks(None, 1, data.steps_per_epoch)
+        return {"metrics": self._loop(data, callbacks, given).evaluate(data)}
 
     def predict(self) -> None:
         """Delivers (row numbers, outputs) of this rank's parts of `spec.train_data`."""

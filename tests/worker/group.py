@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from typing import Any
 
@@ -64,36 +65,54 @@ def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float =
             pickle.dump(arg, f)
         workers = []
         for rank in range(max(1, num_workers)):
-            log = open(os.path.join(scratch, f"log{rank}"), "wb")  # noqa: SIM115
             command = [sys.executable, "-m", "tests.worker.group", target, str(rank)]
-            workers.append(
-                subprocess.Popen(
-                    [*command, ",".join(addresses), scratch],
-                    cwd=ROOT,
-                    env=env,
-                    stdout=log,
-                    stderr=log,
+            with open(os.path.join(scratch, f"log{rank}"), "wb") as log:
+                workers.append(
+                    subprocess.Popen(
+                        [*command, ",".join(addresses), scratch],
+                        cwd=ROOT,
+                        env=env,
+                        stdout=log,
+                        stderr=log,
+                    )
                 )
-            )
         try:
-            for worker in workers:
-                worker.wait(timeout_s)
+            _wait(workers, scratch, timeout_s)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
-        results = []
-        for rank in range(len(workers)):
-            path = os.path.join(scratch, f"out{rank}")
-            if not os.path.exists(path):
-                with open(os.path.join(scratch, f"log{rank}")) as f:
-                    raise RuntimeError(f"rank {rank} of {target} gave nothing:\n{f.read()[-4000:]}")
-            with open(path, "rb") as f:
-                results.append(pickle.load(f))
-        for rank, (ok, value) in enumerate(results):
-            if not ok:
-                raise RuntimeError(f"rank {rank} of {target}:\n{value}")
-        return [value for _, value in results]
+        return [_result(rank, target, scratch) for rank in range(len(workers))]
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], scratch: str, timeout_s: float) -> None:
+    """Until all have ended; a worker whose peer has failed may wait for it for ever and gets 20 s."""
+    deadline = time.monotonic() + timeout_s
+    while any(w.poll() is None for w in workers) and time.monotonic() < deadline:
+        for rank, worker in enumerate(workers):
+            if worker.poll() is not None and not _succeeded(rank, scratch):
+                deadline = min(deadline, time.monotonic() + 20)
+        time.sleep(0.05)
+
+
+def _succeeded(rank: int, scratch: str) -> bool:
+    path = os.path.join(scratch, f"out{rank}")
+    if not os.path.exists(path):
+        return False
+    with open(path, "rb") as f:
+        return pickle.load(f)[0]
+
+
+def _result(rank: int, target: str, scratch: str) -> Any:
+    path = os.path.join(scratch, f"out{rank}")
+    if not os.path.exists(path):
+        with open(os.path.join(scratch, f"log{rank}")) as f:
+            raise RuntimeError(f"rank {rank} of {target} gave nothing:\n{f.read()[-4000:]}")
+    with open(path, "rb") as f:
+        ok, value = pickle.load(f)
+    if not ok:
+        raise RuntimeError(f"rank {rank} of {target}:\n{value}")
+    return value
 
 
 def main() -> None:
