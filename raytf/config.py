@@ -1,7 +1,8 @@
 """What a run is asked to do: frozen, keyword-only, checked when it is made.
 
-Owns every rule about arguments that needs no cluster, no TensorFlow and no data bytes. Durations end in `_s`, sizes in
-`_bytes`. A capability that is not built yet is refused by name (`refuse_unbuilt`), never ignored.
+Owns every rule about arguments that needs no cluster, no TensorFlow and no data bytes. Durations
+end in `_s`, sizes in `_bytes`. A capability that is not built yet is refused by name
+(`refuse_unbuilt`), never ignored.
 """
 
 from __future__ import annotations
@@ -13,9 +14,20 @@ from typing import Any, Literal
 
 from raytf.errors import ConfigError
 
-__all__ = ["CommunicationConfig", "RecoveryConfig", "SUPPORTED_KERAS", "SaveConfig", "TrainSpec", "WatchConfig", "refuse_unbuilt"]
+__all__ = [
+    "CommunicationConfig",
+    "RecoveryConfig",
+    "SUPPORTED_KERAS",
+    "SaveConfig",
+    "TrainSpec",
+    "WatchConfig",
+    "refuse_unbuilt",
+]
 
-SUPPORTED_KERAS = ((3, 15), (3, 16))  # from, below: versions whose internals worker/keras_compat.py was written for
+SUPPORTED_KERAS = (
+    (3, 15),
+    (3, 16),
+)  # from, below: versions whose internals worker/keras_compat.py was written for
 STRATEGIES = ("auto", "multi_worker", "mirrored", "parameter_server", "tpu")
 
 
@@ -25,7 +37,9 @@ def _is_int(value: Any) -> bool:
 
 def _check_int(name: str, value: Any, low: int) -> None:
     if not _is_int(value):
-        raise ConfigError(f"{name} must be an integer >= {low}. Received: {value!r} ({type(value).__name__}).")
+        raise ConfigError(
+            f"{name} must be an integer >= {low}. Received: {value!r} ({type(value).__name__})."
+        )
     if value < low:
         raise ConfigError(f"{name} must be an integer >= {low}. Received: {value}.")
 
@@ -111,17 +125,24 @@ class WatchConfig:
 class CommunicationConfig:
     """How ranks start up together and reduce.
 
-    `bytes_per_pack` bounds one collective: tensors of one dtype are packed into vectors of up to that size.
+    `bytes_per_pack` bounds one collective: tensors of one dtype are packed into vectors of up to
+    that size.
     """
 
-    implementation: Literal["auto", "ring", "nccl"] = "auto"  # auto: NCCL when workers have GPUs, else RING
+    implementation: Literal["auto", "ring", "nccl"] = (
+        "auto"  # auto: NCCL when workers have GPUs, else RING
+    )
     bytes_per_pack: int = 16 * 1024 * 1024
-    timeout_s: float | None = None  # limit of one collective; None: TensorFlow's own peer check only
+    timeout_s: float | None = (
+        None  # limit of one collective; None: TensorFlow's own peer check only
+    )
     startup_timeout_s: float = 120.0  # from the first rank that is ready to the last
     max_port_attempts: int = 3  # whole-group retries after a port was taken by somebody else
 
     def __post_init__(self) -> None:
-        _check_choice("CommunicationConfig.implementation", self.implementation, ("auto", "ring", "nccl"))
+        _check_choice(
+            "CommunicationConfig.implementation", self.implementation, ("auto", "ring", "nccl")
+        )
         _check_int("CommunicationConfig.bytes_per_pack", self.bytes_per_pack, 1)
         if self.timeout_s is not None:
             _check_seconds("CommunicationConfig.timeout_s", self.timeout_s)
@@ -139,16 +160,22 @@ _UNBUILT = {
 
 
 def refuse_unbuilt(**arguments: Any) -> None:
-    """Raises ConfigError for the first argument that is given and whose capability this version does not have."""
+    """Raises ConfigError for the first argument that is given and whose capability this version
+    does not have.
+    """
     for name, value in arguments.items():
         if value is not None:
             what = _UNBUILT[name]
-            raise ConfigError(f"{name}={value!r}: {what} is not built yet in this version. Leave {name} out.")
+            raise ConfigError(
+                f"{name}={value!r}: {what} is not built yet in this version. Leave {name} out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """Everything one run does, apart from where it runs. See `raytf.KerasTrainer` for what each field means."""
+    """Everything one run does, apart from where it runs. See `raytf.KerasTrainer` for what each
+    field means.
+    """
 
     build_model: Callable[..., Any]
     train_data: Any
@@ -173,7 +200,9 @@ class TrainSpec:
     def __post_init__(self) -> None:
         _check_callable("build_model", self.build_model, "build_model(config) -> a compiled model")
         if self.train_data is None:
-            raise ConfigError("train_data is None. Give a source, for example raytf.ArraySource(x, y).")
+            raise ConfigError(
+                "train_data is None. Give a source, for example raytf.ArraySource(x, y)."
+            )
         _check_int("global_batch_size", self.global_batch_size, 1)
         _check_int("initial_epoch", self.initial_epoch, 0)
         _check_int("epochs", self.epochs, 1)
@@ -183,12 +212,17 @@ class TrainSpec:
             raise ConfigError(f"seed must be below 2**32. Received: {self.seed}.")
         for name in ("shuffle", "drop_remainder", "legacy_keras", "deterministic"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False. Received: {getattr(self, name)!r}.")
+                raise ConfigError(
+                    f"{name} must be True or False. Received: {getattr(self, name)!r}."
+                )
         if self.transform is not None:
-            _check_callable("transform", self.transform, "transform(x, y[, key]) -> (x, y), of TensorFlow ops")
+            _check_callable(
+                "transform", self.transform, "transform(x, y[, key]) -> (x, y), of TensorFlow ops"
+            )
         if isinstance(self.callbacks, list | tuple):
             raise ConfigError(
-                "callbacks must be a function that makes them on each worker, because Keras callbacks hold a model. "
+                "callbacks must be a function that makes them on each worker, because Keras "
+                "callbacks hold a model. "
                 "Write callbacks=lambda: [...]. Received: a list."
             )
         if self.callbacks is not None:
@@ -198,19 +232,33 @@ class TrainSpec:
         if self.verbose not in ("auto", 0, 1, 2):
             raise ConfigError(f'verbose must be "auto", 0, 1 or 2. Received: {self.verbose!r}.')
         if not isinstance(self.config, Mapping):
-            raise ConfigError(f"config must be a mapping handed to build_model. Received: {type(self.config).__name__}.")
+            raise ConfigError(
+                "config must be a mapping handed to build_model. Received: "
+                f"{type(self.config).__name__}."
+            )
         if not isinstance(self.communication, CommunicationConfig):
             raise ConfigError("communication must be a raytf.CommunicationConfig.")
         _check_choice("strategy", self.strategy, STRATEGIES)
         if self.strategy in ("mirrored", "parameter_server", "tpu"):
             raise ConfigError(
-                f'strategy="{self.strategy}" is not built yet in this version. Use "auto" or "multi_worker".'
+                f'strategy="{self.strategy}" is not built yet in this version. Use "auto" or '
+                '"multi_worker".'
             )
 
     def _check_class_weight(self) -> None:
         weights = self.class_weight
         if not isinstance(weights, Mapping) or not weights:
-            raise ConfigError(f"class_weight must map class numbers to weights. Received: {weights!r}.")
+            raise ConfigError(
+                f"class_weight must map class numbers to weights. Received: {weights!r}."
+            )
         for label, weight in weights.items():
-            if not _is_int(label) or label < 0 or isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-                raise ConfigError(f"class_weight must map class numbers to weights. Received: {label!r}: {weight!r}.")
+            if (
+                not _is_int(label)
+                or label < 0
+                or isinstance(weight, bool)
+                or not isinstance(weight, numbers.Real)
+            ):
+                raise ConfigError(
+                    f"class_weight must map class numbers to weights. Received: {label!r}: "
+                    f"{weight!r}."
+                )

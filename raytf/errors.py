@@ -1,8 +1,8 @@
 """The error tree. Every error says what happened, what was expected and what to do.
 
-All errors survive pickling between processes and need neither TensorFlow nor Ray to be unpickled: a worker turns
-whatever TensorFlow raised into one of these before it leaves the process (unpickling a TensorFlow error would import
-TensorFlow wherever it lands).
+All errors survive pickling between processes and need neither TensorFlow nor Ray to be unpickled: a
+worker turns whatever TensorFlow raised into one of these before it leaves the process (unpickling a
+TensorFlow error would import TensorFlow wherever it lands).
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ class RaytfError(Exception):
 
 
 class ConfigError(RaytfError, ValueError):
-    """An argument, or a pair of arguments, cannot work. Raised on the driver before anything starts."""
+    """An argument, or a pair of arguments, cannot work. Raised on the driver before anything
+    starts.
+    """
 
 
 class DataError(RaytfError, ValueError):
-    """The data cannot be used as given: empty, ragged, of unequal lengths, or ranks ran out at different steps."""
+    """The data cannot be used as given: empty, ragged, of unequal lengths, or ranks ran out at
+    different steps.
+    """
 
 
 class ResourceError(RaytfError):
@@ -55,17 +59,22 @@ class ResourceError(RaytfError):
 
 
 class StartupError(RaytfError):
-    """The worker group did not come up within its limit; `context` names the missing ranks and addresses."""
+    """The worker group did not come up within its limit; `context` names the missing ranks and
+    addresses.
+    """
 
 
 class ModelMismatchError(RaytfError):
-    """`build_model` gave different models on different ranks; the message names the first difference."""
+    """`build_model` gave different models on different ranks; the message names the first
+    difference.
+    """
 
 
 class TrainingError(RaytfError):
     """User code or TensorFlow raised on a worker.
 
-    `context` holds `rank`, `step`, `error_type` and `traceback` (text) of the first worker that failed.
+    `context` holds `rank`, `step`, `error_type` and `traceback` (text) of the first worker that
+    failed.
     """
 
 

@@ -1,1 +1,3 @@
-"""The TensorFlow side: everything that runs inside a worker process. The only folder that imports TensorFlow."""
+"""The TensorFlow side: everything that runs inside a worker process. The only folder that imports
+TensorFlow.
+"""

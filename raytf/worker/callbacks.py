@@ -1,8 +1,8 @@
 """Keras callbacks on several ranks: side effects on the chief, decisions once.
 
-Logs are equal on all ranks, so a callback that only decides runs on every rank and decides alike; what could still
-differ (clocks, files, random numbers) is settled by `Agreement`: rank 0's word on stopping and on the learning rate is
-everyone's. Callbacks that write run on rank 0 alone.
+Logs are equal on all ranks, so a callback that only decides runs on every rank and decides alike;
+what could still differ (clocks, files, random numbers) is settled by `Agreement`: rank 0's word on
+stopping and on the learning rate is everyone's. Callbacks that write run on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ def make_callbacks(
     saves_alone: bool,
     params: dict[str, Any],
 ) -> tuple[Any, list[Any]]:
-    """A Keras CallbackList with History, as `model.fit` makes it, and all callbacks that the user gave.
+    """A Keras CallbackList with History, as `model.fit` makes it, and all callbacks that the user
+    gave.
 
-    What depends on which callbacks there are must depend on the second, which is alike on all ranks.
+    What depends on which callbacks there are must depend on the second, which is alike on all
+    ranks.
 
-    A callback runs on rank 0 alone if it is one of Keras's file writers or says `chief_only = True`.
+    A callback runs on rank 0 alone if it is one of Keras's file writers or says `chief_only =
+    True`.
 
     Args:
         keras: the Keras module in use (keras or tf_keras).
         factory: the user's `callbacks`.
         model: the model they are set on.
         is_chief: whether this is rank 0.
-        saves_alone: whether one rank can save the model without the others (else ModelCheckpoint runs on all).
+        saves_alone: whether one rank can save the model without the others (else ModelCheckpoint
+            runs on all).
         params: Keras's `params` (verbose, epochs, steps).
 
     Raises:
@@ -66,7 +70,9 @@ def make_callbacks(
             )
         for name, reason in _REFUSED.items():
             if type(callback).__name__ == name:
-                raise ConfigError(f"callbacks: {name} cannot be used, because {reason}. Leave it out.")
+                raise ConfigError(
+                    f"callbacks: {name} cannot be used, because {reason}. Leave it out."
+                )
     kept = [c for c in given if is_chief or not _is_chief_only(keras, c, saves_alone)]
     callbacks = keras.callbacks.CallbackList(
         kept, add_history=True, add_progbar=False, model=model, **params
@@ -86,12 +92,15 @@ _TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
 
 def wants_batches(keras: Any, callbacks: list[Any]) -> bool:
-    """Whether any of these callbacks listens between the steps of an epoch; if none does, nothing is read for it."""
+    """Whether any of these callbacks listens between the steps of an epoch; if none does, nothing
+    is read for it.
+    """
     base = keras.callbacks.Callback
     return any(
         getattr(type(callback), hook) is not getattr(base, hook)
         for callback in callbacks
-        if getattr(callback, "save_freq", None) != "epoch"  # ModelCheckpoint's hook does nothing then
+        if getattr(callback, "save_freq", None)
+        != "epoch"  # ModelCheckpoint's hook does nothing then
         for hook in _BATCH_HOOKS + _TEST_HOOKS
     )
 
@@ -102,8 +111,8 @@ def save_on_chief_only(model: Any, is_chief: bool, saves_alone: bool) -> None:
     Args:
         model: the Keras model.
         is_chief: whether this is rank 0.
-        saves_alone: whether a save on one rank waits for nobody. If not, other ranks save as well, into a directory
-            that is then removed.
+        saves_alone: whether a save on one rank waits for nobody. If not, other ranks save as well,
+            into a directory that is then removed.
     """
     if is_chief:
         return
@@ -113,7 +122,9 @@ def save_on_chief_only(model: Any, is_chief: bool, saves_alone: bool) -> None:
             logger.debug("model.%s(%r) is left to rank 0", name, filepath)
             if not saves_alone:
                 with tempfile.TemporaryDirectory() as scratch:
-                    original(os.path.join(scratch, os.path.basename(str(filepath))), *args, **kwargs)
+                    original(
+                        os.path.join(scratch, os.path.basename(str(filepath))), *args, **kwargs
+                    )
 
         return save
 

@@ -23,9 +23,14 @@ class Engine(Protocol):
         """The compiled model with all its state, on this rank."""
         ...
 
+    def build_for_inference(self, spec: TrainSpec, element_spec: Any) -> Any:
+        """The model with its weights alone, outside any strategy."""
+        ...
+
     def steps(self, model: Any, strategy: Any, rank: int, spec: TrainSpec) -> Any:
-        """The model's training and evaluation steps (`train`, `test`, `predict`, `logs`, `peek`, `counter`,
-        `reducer`)."""
+        """The model's training and evaluation steps (`train`, `test`, `logs`, `peek`, `counter`,
+        `reducer`).
+        """
         ...
 
     def read_learning_rate(self, model: Any) -> list[float]:
@@ -76,6 +81,11 @@ class KerasEngine:
             compare=links.compare,
         )
 
+    def build_for_inference(self, spec: TrainSpec, element_spec: Any) -> Any:
+        from raytf.worker.model import build_for_inference
+
+        return build_for_inference(spec.build_model, spec.config, seed=spec.seed, x=element_spec[0])
+
     def steps(self, model: Any, strategy: Any, rank: int, spec: TrainSpec) -> Any:
         from raytf.worker.step import Steps
 
@@ -109,14 +119,17 @@ def engine_for(legacy_keras: bool) -> Engine:
     os.environ["TF_USE_LEGACY_KERAS"] = wanted
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None:
-        # tf.keras decides when it is first looked at; look now, while the environment says what is wanted.
+        # tf.keras decides when it is first looked at; look now, while the environment says what is
+        # wanted.
         is_legacy = tensorflow.keras.__name__.startswith("tf_keras") or (
             getattr(tensorflow.keras, "__version__", "3").startswith("2.")
         )
         if is_legacy != legacy_keras:
             raise ConfigError(
-                f"legacy_keras={legacy_keras}, but tf.keras is already {'tf_keras' if is_legacy else 'Keras 3'} in this "
-                f"process (TF_USE_LEGACY_KERAS was {set_before!r}). Use tf.keras only after raytf.fit has begun, or set "
+                f"legacy_keras={legacy_keras}, but tf.keras is already "
+                f"{'tf_keras' if is_legacy else 'Keras 3'} in this "
+                f"process (TF_USE_LEGACY_KERAS was {set_before!r}). Use tf.keras only after "
+                "raytf.fit has begun, or set "
                 f"legacy_keras={is_legacy}."
             )
     if legacy_keras:

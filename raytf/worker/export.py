@@ -1,8 +1,9 @@
 """The trained model on disk: written by rank 0, read by anyone with TensorFlow.
 
-    DIR/model-<token>.keras            Keras's own format, if the model can be rebuilt from its config
-    DIR/weights-<token>.safetensors    every weight by number and path
-    DIR/final.json                     names the two, and the run's result; written last, so it says the rest is whole
+DIR/model-<token>.keras            Keras's own format, if the model can be rebuilt from its config
+DIR/weights-<token>.safetensors    every weight by number and path
+DIR/final.json                     names the two, and the run's result; written last, so it says the
+rest is whole
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _write_keras_file(model: Any, fs: Any, path: str, token: str) -> dict[str, A
         try:
             model.save(local)
         except (NotImplementedError, TypeError, ValueError) as error:
-            # A subclassed model without get_config: weights are enough, with the user's build_model.
+            # A subclassed model without get_config: weights are enough, with the user's
+            # build_model.
             return {"model": None, "model_error": f"{type(error).__name__}: {error}"[:1000]}
         fs.put_file(local, f"{path}/{name}")
     return {"model": name}
@@ -89,7 +91,8 @@ def read_index(fs: Any, path: str) -> dict[str, Any]:
         return json.loads(fs.cat_file(f"{path}/{_INDEX}"))
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"{path} holds no trained model ({_INDEX} is missing): the run has not finished.", path=path
+            f"{path} holds no trained model ({_INDEX} is missing): the run has not finished.",
+            path=path,
         ) from error
 
 
@@ -104,11 +107,16 @@ def read_weights(model: Any, fs: Any, path: str) -> None:
     names = [name.split("/", 1)[1] for name in sorted(tensors)]
     mine = model.weights
     for i in range(max(len(mine), len(values))):
-        have = f"{getattr(mine[i], 'path', mine[i].name)} {tuple(mine[i].shape)}" if i < len(mine) else "nothing"
+        have = (
+            f"{getattr(mine[i], 'path', mine[i].name)} {tuple(mine[i].shape)}"
+            if i < len(mine)
+            else "nothing"
+        )
         there = f"{names[i]} {values[i].shape}" if i < len(values) else "nothing"
         if i >= len(mine) or i >= len(values) or tuple(mine[i].shape) != values[i].shape:
             raise ConfigError(
-                f"build_model does not give the model that was trained: weight {i} is {have} here and {there} in "
+                f"build_model does not give the model that was trained: weight {i} is {have} here "
+                f"and {there} in "
                 f"{path}. Use the build_model and config of the run.",
                 path=path,
             )
@@ -140,14 +148,16 @@ def load_model(
         model = build_model(dict(config or {})) if count_parameters(build_model) else build_model()
         if not model.built:
             raise ConfigError(
-                "build_model gives a model without weights yet. Give it an input shape (keras.Input) or call "
+                "build_model gives a model without weights yet. Give it an input shape "
+                "(keras.Input) or call "
                 "model.build(...) in it."
             )
         read_weights(model, fs, path)
         return model
     if index["model"] is None:
         raise ConfigError(
-            f"Keras cannot rebuild this model from its config ({index['model_error']}). Give build_model=, the function "
+            f"Keras cannot rebuild this model from its config ({index['model_error']}). Give "
+            "build_model=, the function "
             "it was trained with.",
             path=path,
         )
@@ -186,7 +196,9 @@ def export(
     if format not in endings:
         raise ConfigError(f"format must be one of {', '.join(endings)}. Received: {format!r}.")
     if not to.endswith(endings[format]):
-        raise ConfigError(f'format="{format}" needs a path that ends in {endings[format]}. Received: {to!r}.')
+        raise ConfigError(
+            f'format="{format}" needs a path that ends in {endings[format]}. Received: {to!r}.'
+        )
     model = load_model(fs, path, build_model, config)
     if format == "keras":
         model.save(to)

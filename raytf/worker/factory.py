@@ -1,7 +1,9 @@
-"""Data factories, `f(ctx) -> tf.data.Dataset`: each rank brings its own batches, of any size and number.
+"""Data factories, `f(ctx) -> tf.data.Dataset`: each rank brings its own batches, of any size and
+number.
 
-Nothing about them can be computed, so before each step the ranks agree, in one small reduction, on whether all have a
-batch and how many rows it has in all. Ranks that run out at different steps end together, with the counts in the error.
+Nothing about them can be computed, so before each step the ranks agree, in one small reduction, on
+whether all have a batch and how many rows it has in all. Ranks that run out at different steps end
+together, with the counts in the error.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class FactoryExecutions:
         """Executions until every rank's dataset has ended.
 
         Raises:
-            DataError: some ranks ran out while others had batches left; raised on all ranks at the same step.
+            DataError: some ranks ran out while others had batches left; raised on all ranks at the
+                same step.
         """
         number = 0
         for batch in self._agreed_batches(epoch):
@@ -89,8 +92,10 @@ class FactoryExecutions:
         more = [rank for rank, has in enumerate(having) if has]
         return DataError(
             f"the data factory gave ranks different numbers of batches: in epoch {epoch}, rank(s) "
-            f"{', '.join(map(str, ended))} had {steps}, rank(s) {', '.join(map(str, more))} at least {steps + 1}. All "
-            f"ranks stopped after step {steps}. Cut all to the same number (`dataset.take(n)`), or use a source, whose "
+            f"{', '.join(map(str, ended))} had {steps}, rank(s) {', '.join(map(str, more))} at "
+            f"least {steps + 1}. All "
+            f"ranks stopped after step {steps}. Cut all to the same number (`dataset.take(n)`), or "
+            "use a source, whose "
             "batches raytf divides itself.",
             epoch=epoch,
             step=steps,

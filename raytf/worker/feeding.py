@@ -1,6 +1,8 @@
-"""Executions: how the steps of an epoch are called, one or several steps per call, full batches and the smaller last.
+"""Executions: how the steps of an epoch are called, one or several steps per call, full batches and
+the smaller last.
 
-A *feed* gives `executions(epoch)`: (first step, last step, run) in order, where `run()` does those steps on all ranks.
+A *feed* gives `executions(epoch)`: (first step, last step, run) in order, where `run()` does those
+steps on all ranks.
 """
 
 from __future__ import annotations
@@ -71,14 +73,15 @@ class Executor:
 
 
 class SourceExecutions:
-    """Executions over a random-access source: where a batch is, is arithmetic; no rank asks another for data.
+    """Executions over a random-access source: where a batch is, is arithmetic; no rank asks another
+    for data.
 
     Args:
         feed: this rank's parts of the batches.
         executor: the compiled step.
         steps_per_execution: steps in one call at most.
-        endless: True for training: reading goes on into the next epoch while this one ends. False: each epoch starts
-            reading anew (evaluation, where epochs are far apart).
+        endless: True for training: reading goes on into the next epoch while this one ends. False:
+            each epoch starts reading anew (evaluation, where epochs are far apart).
     """
 
     def __init__(
@@ -99,7 +102,9 @@ class SourceExecutions:
         step = 0
         while step < plan.full_steps:
             number = min(self._per_call, plan.full_steps - step)
-            yield self._execution(self._full, self._feed.full.weight, step, number, plan.global_batch_size)
+            yield self._execution(
+                self._full, self._feed.full.weight, step, number, plan.global_batch_size
+            )
             step += number
         if self._feed.tail is not None:
             yield self._execution(self._tail, self._feed.tail.weight, step, 1, plan.tail_rows)

@@ -1,13 +1,15 @@
-"""Keras 3 under MultiWorkerMirroredStrategy: every use of Keras's and TensorFlow's internals is here.
+"""Keras 3 under MultiWorkerMirroredStrategy: every use of Keras's and TensorFlow's internals is
+here.
 
-Stock Keras 3 cannot train under MultiWorkerMirroredStrategy. raytf keeps Keras's own `train_step`, layers, losses,
-metrics and optimizers, and runs them inside a `StepScope`: a Keras StatelessScope in which a step changes nothing but
-notes what it would change. The step (`worker.step`) then reduces over ranks and writes. Code that runs in the scope is
-written as for one process: a loss is the mean over the rows the rank sees, and the mean over ranks weighted by rows
-(`share`) is the loss of the whole batch.
+Stock Keras 3 cannot train under MultiWorkerMirroredStrategy. raytf keeps Keras's own `train_step`,
+layers, losses, metrics and optimizers, and runs them inside a `StepScope`: a Keras StatelessScope
+in which a step changes nothing but notes what it would change. The step (`worker.step`) then
+reduces over ranks and writes. Code that runs in the scope is written as for one process: a loss is
+the mean over the rows the rank sees, and the mean over ranks weighted by rows (`share`) is the loss
+of the whole batch.
 
-`mend()` replaces ten functions of Keras for this process; outside a StepScope each calls the original. Read in Keras
-3.15.1 and TensorFlow 2.21.0.
+`mend()` replaces ten functions of Keras for this process; outside a StepScope each calls the
+original. Read in Keras 3.15.1 and TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from keras.src.random import seed_generator
 from keras.src.utils import naming
 from tensorflow.python.distribute import distribute_lib
 
+from raytf.config import SUPPORTED_KERAS
 from raytf.errors import ConfigError
 
 __all__ = [
@@ -51,14 +54,13 @@ __all__ = [
     "settable_learning_rate",
 ]
 
-SUPPORTED_KERAS = ((3, 15), (3, 16))  # from, below: the versions whose internals were read and are tested
-
 _current = threading.local()  # .scope: the StepScope being traced on this thread
 _originals: dict[str, Any] = {}
 
 
 def check_keras_version(version: str | None = None) -> None:
-    """Raises ConfigError if the installed Keras is not one whose internals `mend` was written for."""
+    """Raises ConfigError if the installed Keras is not one whose internals `mend` was written "
+    "for."""
     found = version or importlib.metadata.version("keras")
     low, high = SUPPORTED_KERAS
     if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
@@ -69,7 +71,9 @@ def check_keras_version(version: str | None = None) -> None:
 
 
 class ReadAfterApply(Exception):
-    """A train_step reads a variable after the optimizer was asked to change it: the change cannot be put off."""
+    """A train_step reads a variable after the optimizer was asked to change it: the change cannot
+    be put off.
+    """
 
 
 class StepScope(StatelessScope):
@@ -77,10 +81,11 @@ class StepScope(StatelessScope):
 
     Args:
         rank: seat of this worker in the group.
-        share: this rank's part of the rows of the global batch, a float or a scalar tensor; 0.0 if it has none and
-            runs on a stand-in row whose results must not count.
+        share: this rank's part of the rows of the global batch, a float or a scalar tensor; 0.0 if
+            it has none and runs on a stand-in row whose results must not count.
         all_reduce: sums a tensor over ranks.
-        defer: True keeps `optimizer.apply` for later (`self.applies`); False calls `apply_now` at once.
+        defer: True keeps `optimizer.apply` for later (`self.applies`); False calls `apply_now` at
+            once.
     """
 
     def __init__(
@@ -103,7 +108,8 @@ class StepScope(StatelessScope):
 
     def __enter__(self) -> StepScope:
         super().__enter__()
-        # strategy.run traces on a thread of its own, and Keras keeps its global generator per thread.
+        # strategy.run traces on a thread of its own, and Keras keeps its global generator per
+        # thread.
         name = seed_generator.GLOBAL_SEED_GENERATOR
         global_state.set_global_attribute(name, _shared_generator())
         _current.scope = self
@@ -126,8 +132,10 @@ class StepScope(StatelessScope):
         variable, value = update
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise ConfigError(
-                f"{variable.path} is changed inside a tf.cond or tf.while_loop of the model. On several workers a step "
-                "must be able to write all its changes at its end. Compute the new value inside, and assign it outside "
+                f"{variable.path} is changed inside a tf.cond or tf.while_loop of the model. On "
+                "several workers a step "
+                "must be able to write all its changes at its end. Compute the new value inside, "
+                "and assign it outside "
                 "(ops.where instead of a branch is the usual way)."
             )
         self.updates[id(variable)] = (variable, value)
@@ -156,7 +164,9 @@ class StepScope(StatelessScope):
         return isinstance(self.share, float) and self.share == 0.0
 
     def counts_whole(self, value: tf.Tensor) -> tf.Tensor:
-        """A quantity that ranks add up, as a local value of which the mean weighted by share is taken."""
+        """A quantity that ranks add up, as a local value of which the mean weighted by share is
+        taken.
+        """
         if self.has_no_rows():
             return tf.zeros_like(value)
         return value / tf.cast(self.share, value.dtype)
@@ -171,7 +181,9 @@ _shared: list[Any] = []
 
 
 def adopt_global_seed_generator() -> None:
-    """Makes this thread's global seed generator the one of all threads; call it once the model is built."""
+    """Makes this thread's global seed generator the one of all threads; call it once the model is
+    built.
+    """
     _shared[:] = [seed_generator.global_seed_generator()]
 
 
@@ -185,7 +197,8 @@ def _scope() -> StepScope | None:
     return getattr(_current, "scope", None)
 
 
-# --- Losses: a local loss is such that the mean over ranks, weighted by rows, is the loss of the whole batch.
+# --- Losses: a local loss is such that the mean over ranks, weighted by rows, is the loss of the
+# whole batch.
 
 
 def _scale_loss(value: Any) -> Any:
@@ -231,8 +244,9 @@ def _mean_update_state(self: Any, values: Any, sample_weight: Any = None) -> Any
     scope = _scope()
     if scope is not None and not tf.is_tensor(sample_weight):
         is_number = len(tf.convert_to_tensor(values).shape) == 0
-        # A number per step, not per row: over all ranks it counts once. An int is CompileLoss's static batch size, which
-        # Keras's own fit does not know (None): each of its steps counts once, the smaller last one too.
+        # A number per step, not per row: over all ranks it counts once. An int is CompileLoss's
+        # static batch size, which Keras's own fit does not know (None): each of its steps counts
+        # once, the smaller last one too.
         if is_number and (sample_weight is None or isinstance(sample_weight, int)):
             sample_weight = scope.share
     return _originals["mean_update_state"](self, values, sample_weight)
@@ -249,8 +263,9 @@ def _next_seed(self: Any, ordered: bool = True) -> Any:
     scope.seeds.add(id(self.state))
     if scope.rank == 0:
         return value
-    # fold(seed, seat): the state counts alike on all ranks, the noise drawn from it differs; seat 0 draws what one
-    # process would. Any fixed odd mixing constant does; this one is the 64-bit golden ratio.
+    # fold(seed, seat): the state counts alike on all ranks, the noise drawn from it differs; seat 0
+    # draws what one process would. Any fixed odd mixing constant does; this one is the 64-bit
+    # golden ratio.
     fold = (scope.rank * 0x9E3779B97F4A7C15) % 2**31
     return tf.bitwise.bitwise_xor(value, tf.constant([fold, 0], value.dtype))
 
@@ -266,8 +281,8 @@ def _moments_sync(x: tf.Tensor, axes: Any, keepdims: bool) -> tuple[tf.Tensor, t
     @tf.custom_gradient
     def sums(packed: tf.Tensor) -> Any:
         def grad(upstream: tf.Tensor) -> tf.Tensor:
-            # The loss is the mean over ranks weighted by share; the weight is applied to gradients later, so what
-            # comes from other ranks carries theirs and not ours.
+            # The loss is the mean over ranks weighted by share; the weight is applied to gradients
+            # later, so what comes from other ranks carries theirs and not ours.
             total = scope.all_reduce(upstream * tf.cast(scope.share, upstream.dtype))
             return scope.counts_whole(total)
 
@@ -296,7 +311,9 @@ def _intercept_apply(name: str) -> Callable[..., Any]:
         scope = _scope()
         if scope is None or len(grads) == 0:
             return _originals[name](self, grads, trainable_variables)
-        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        variables = (
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
         return scope.apply(self, list(grads), list(variables))
 
     return apply
@@ -326,10 +343,11 @@ def mend() -> None:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Inside `strategy.run`, runs code as if there were no strategy: Keras optimizers take their plain path.
+    """Inside `strategy.run`, runs code as if there were no strategy: Keras optimizers take their
+    plain path.
 
-    Gradients are reduced before, and variables are plain (`localize`); merge calls, which cannot be traced inside a
-    cond (gradient accumulation, loss scaling), do not arise.
+    Gradients are reduced before, and variables are plain (`localize`); merge calls, which cannot be
+    traced inside a cond (gradient accumulation, loss scaling), do not arise.
     """
     mode = distribute_lib._get_default_replica_mode()
     distribute_lib._push_per_thread_mode(mode)
@@ -342,14 +360,16 @@ def one_process() -> Iterator[None]:
 def localize(model: Any, strategy: tf.distribute.Strategy) -> list[Any]:
     """Replaces each variable's distributed container by this worker's own copy.
 
-    Reading or saving then needs no other rank, so a save on one rank cannot deadlock. Ranks stay equal because each
-    step writes equal values everywhere.
+    Reading or saving then needs no other rank, so a save on one rank cannot deadlock. Ranks stay
+    equal because each step writes equal values everywhere.
 
     Returns:
         The containers, which must be kept: optimizers look variables up by them.
     """
     containers = []
     for variable in all_variables(model):
+        if not isinstance(variable._value, tf.distribute.DistributedValues):
+            continue
         containers.append(variable._value)
         variable._value = strategy.experimental_local_results(variable._value)[0]
     for optimizer in _optimizers(model):
@@ -372,7 +392,9 @@ def _optimizers(model: Any) -> list[Any]:
 
 
 def all_variables(model: Any) -> list[Any]:
-    """Every Keras variable a step can touch: weights, seed states, metrics, optimizers, the global seed generator."""
+    """Every Keras variable a step can touch: weights, seed states, metrics, optimizers, the global
+    seed generator.
+    """
     seen: dict[int, Any] = {}
     groups = [model.variables, *(o.variables for o in _optimizers(model))]
     groups.append([v for metric in model.metrics for v in metric.variables])
@@ -402,7 +424,9 @@ def settable_learning_rate(optimizer: Any) -> Any:
 
 
 def build_step_state(model: Any, batch: Any) -> None:
-    """Creates metric, loss and optimizer state from a batch of specs, as `model.fit` does at its start."""
+    """Creates metric, loss and optimizer state from a batch of specs, as `model.fit` does at its
+    start.
+    """
     model._symbolic_build(data_batch=batch)
 
 

@@ -1,8 +1,9 @@
 """tf_keras (Keras 2) under MultiWorkerMirroredStrategy, as tf.distribute supports it.
 
-tf_keras reduces gradients and metrics itself; reading a metric is a collective of all ranks, so nothing is read between
-agreed points. Read in tf_keras 2.21.0. Not equal to one process as Keras 3 under raytf is: `global_clipnorm` clips
-before the reduction, dropout masks repeat on every rank, and a step is not all or nothing.
+tf_keras reduces gradients and metrics itself; reading a metric is a collective of all ranks, so
+nothing is read between agreed points. Read in tf_keras 2.21.0. Not equal to one process as Keras 3
+under raytf is: `global_clipnorm` clips before the reduction, dropout masks repeat on every rank,
+and a step is not all or nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class LegacyEngine:
     def __init__(self) -> None:
         if importlib.util.find_spec("tf_keras") is None:
             raise ConfigError(
-                "legacy_keras=True needs the package tf-keras on the workers: install raytf[legacy-keras]."
+                "legacy_keras=True needs the package tf-keras on the workers: install "
+                "raytf[legacy-keras]."
             )
         import tf_keras
 
@@ -53,11 +55,17 @@ class LegacyEngine:
             model.optimizer.build(model.trainable_variables)
         return model
 
+    def build_for_inference(self, spec: TrainSpec, element_spec: Any) -> Any:
+        """The model outside any strategy."""
+        self._spec = spec
+        self._reset()
+        return self._call(element_spec, compiled=False)
+
     def _reset(self) -> None:
         self.keras.backend.clear_session()
         self.keras.utils.set_random_seed(self._spec.seed)
 
-    def _call(self, element_spec: Any) -> Any:
+    def _call(self, element_spec: Any, compiled: bool = True) -> Any:
         spec = self._spec
         build_model = spec.build_model
         model = build_model(dict(spec.config)) if count_parameters(build_model) else build_model()
@@ -65,10 +73,15 @@ class LegacyEngine:
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             hint = "It must return a compiled tf_keras.Model."
             if kind.startswith("keras."):
-                hint = "That is a model of Keras 3; build it with `tf.keras` or `tf_keras`, or set legacy_keras=False."
+                hint = (
+                    "That is a model of Keras 3; build it with `tf.keras` or `tf_keras`, or set "
+                    "legacy_keras=False."
+                )
             raise ConfigError(f"build_model returned {kind}. {hint}")
-        if getattr(model, "optimizer", None) is None:
-            raise ConfigError("build_model returned an uncompiled model. Call model.compile(...) in it.")
+        if compiled and getattr(model, "optimizer", None) is None:
+            raise ConfigError(
+                "build_model returned an uncompiled model. Call model.compile(...) in it."
+            )
         if not model.built or not model.weights:
             model(tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), element_spec[0]))
         return model
@@ -114,13 +127,11 @@ class _Steps:
     def test(self, data: Any, share: Any) -> None:
         self._run(self.model.test_step, data, share)
 
-    def predict(self, data: Any) -> Any:
-        return self.model.predict_step(data)
-
     def _run(self, step: Any, data: Any, share: Any) -> None:
         if isinstance(share, float) and share == 0.0:
             raise ConfigError(
-                "the last batch has fewer rows than there are workers, which tf_keras cannot count. Use "
+                "the last batch has fewer rows than there are workers, which tf_keras cannot "
+                "count. Use "
                 "drop_remainder=True, another global_batch_size, or Keras 3 (legacy_keras=False)."
             )
 
@@ -143,7 +154,9 @@ class _Steps:
 
 @contextlib.contextmanager
 def _loss_scale(share: Any) -> Iterator[None]:
-    """While a step is traced, a rank's mean loss counts by its rows instead of by 1 / number of ranks."""
+    """While a step is traced, a rank's mean loss counts by its rows instead of by 1 / number of
+    ranks.
+    """
     from tf_keras.src.utils import losses_utils
 
     original = losses_utils.scale_loss_for_distribution

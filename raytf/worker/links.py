@@ -1,4 +1,6 @@
-"""What a worker is told and handed from outside: plain data and plain callables, neither TensorFlow nor Ray."""
+"""What a worker is told and handed from outside: plain data and plain callables, neither TensorFlow
+nor Ray.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class Job:
 
     Attributes:
         spec: the run.
-        mode: "train" runs fit and exports; "evaluate" and "predict" load `weights` and read `spec.train_data`.
-        output: fsspec filesystem and directory (no protocol) that the chief writes the trained model to; None: nowhere.
+        mode: "train" runs fit and exports; "evaluate" and "predict" load `weights` and read
+            `spec.train_data`.
+        output: fsspec filesystem and directory (no protocol) that the chief writes the trained
+            model to; None: nowhere.
         weights: fsspec filesystem and path of the exported weights that evaluate and predict load.
     """
 
@@ -53,14 +57,17 @@ class Links:
         num_gpus: GPUs this worker was given.
         host: IP address or name at which the other ranks reach this one, without port and brackets;
             `links.address(port)` joins the two.
-        join: `join(address, attempt) -> Formation`; blocks until every rank of this attempt has joined.
-            Raises StartupError naming the missing ranks after the start-up limit.
-        hold: `hold(generation, error) -> bool`; reports that this rank still holds its port (error None) or why not,
-            before any server starts, and blocks until every rank has reported. False: join again with a new address.
-            Raises StartupError when attempts or time are used up.
-        ready: `ready(generation, error) -> bool`; reports that this rank's server is up (error None) or why not, and
-            blocks until every rank has reported or one failed. Raises StartupError when time is used up.
-        compare: `compare(signature)`; raises ModelMismatchError on every rank if the ranks' signatures differ.
+        join: `join(address, attempt) -> Formation`; blocks until every rank of this attempt has
+            joined. Raises StartupError naming the missing ranks after the start-up limit.
+        hold: `hold(generation, error) -> bool`; reports that this rank still holds its port (error
+            None) or why not, before any server starts, and blocks until every rank has reported.
+            False: join again with a new address. Raises StartupError when attempts or time are used
+            up.
+        ready: `ready(generation, error) -> bool`; reports that this rank's server is up (error
+            None) or why not, and blocks until every rank has reported or one failed. Raises
+            StartupError when time is used up.
+        compare: `compare(signature)`; raises ModelMismatchError on every rank if the ranks'
+            signatures differ.
         progress: `progress(record)`; never blocks and never fails; records are plain dicts.
         deliver: `deliver(key, value)`; hands a result (rows of predict, say) to the driver.
     """

@@ -1,6 +1,8 @@
-"""The training loop: epochs, executions, callbacks, validation, in `model.fit`'s order with `model.fit`'s arguments.
+"""The training loop: epochs, executions, callbacks, validation, in `model.fit`'s order with
+`model.fit`'s arguments.
 
-Every rank runs this loop with the same logs. What a step is belongs to `step`, which batches come to `feeding`.
+Every rank runs this loop with the same logs. What a step is belongs to `step`, which batches come
+to `feeding`.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ class Loop:
         read_logs: `("train" | "test") -> dict[str, float]`; current metrics, read from the device.
         peek_logs: the same as far as one rank can know it alone.
         agreement: settles decisions.
-        decisions: `() -> list[float]` and `(list) -> None`: what callbacks decide besides stopping (learning rate).
-        batch_hooks: whether a callback wants to hear of each execution; if none does, nothing is read for it.
+        decisions: `() -> list[float]` and `(list) -> None`: what callbacks decide besides stopping
+            (learning rate).
+        batch_hooks: whether a callback wants to hear of each execution; if none does, nothing is
+            read for it.
         progress: takes records for the driver; given on rank 0 only.
     """
 
@@ -112,7 +116,9 @@ class Loop:
         return logs
 
     def _agree(self) -> None:
-        """Makes rank 0's decisions everyone's. Without callbacks there is nobody to decide anything."""
+        """Makes rank 0's decisions everyone's. Without callbacks there is nobody to decide
+        anything.
+        """
         if not self.has_callbacks:
             return
         mine = [float(bool(self.model.stop_training)), *self.read_decisions()]

@@ -1,7 +1,8 @@
 """The user's model: built twice, checked, compared between ranks, and made local.
 
-First without a strategy, to see what it is and compare it with the other ranks' (inside the strategy each new variable
-is a broadcast, and ranks with different models would wait for each other for ever), then inside `strategy.scope()`.
+First without a strategy, to see what it is and compare it with the other ranks' (inside the
+strategy each new variable is a broadcast, and ranks with different models would wait for each other
+for ever), then inside `strategy.scope()`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from raytf.errors import ConfigError
 from raytf.worker import keras_compat
 from raytf.worker.pipeline import count_parameters
 
-__all__ = ["build", "check_model", "signature"]
+__all__ = ["build", "build_for_inference", "check_model", "signature"]
 
 
 def build(
@@ -30,7 +31,8 @@ def build(
     element_spec: Any,
     compare: Callable[[dict[str, Any]], None],
 ) -> Any:
-    """Builds the model on this rank, inside the strategy, with all state that a step needs, localized.
+    """Builds the model on this rank, inside the strategy, with all state that a step needs,
+    localized.
 
     Args:
         build_model: the user's function.
@@ -44,7 +46,7 @@ def build(
     Raises:
         ConfigError: what `build_model` returns cannot be trained.
     """
-    batch = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), element_spec)
+    batch = tf.nest.map_structure(_symbolic, element_spec)
     trial = _call(build_model, config, seed)
     check_model(trial)
     _build_state(trial, batch)
@@ -56,10 +58,33 @@ def build(
     keras_compat.adopt_global_seed_generator()
     keep = keras_compat.localize(model, strategy)
     _build_state(model, batch)
+    keep += keras_compat.localize(model, strategy)  # metrics, which a model lists only once built
     object.__setattr__(model, "_raytf_containers", keep)
     # Same initial weights everywhere, but tf.random must not draw the same noise on every rank.
     tf.random.set_seed(seed + rank)
     return model
+
+
+def build_for_inference(
+    build_model: Callable[..., Any], config: Mapping[str, Any], *, seed: int, x: Any
+) -> Any:
+    """The model on this rank alone, with its weights and nothing else; it need not be compiled.
+
+    Args:
+        build_model: the user's function.
+        config: handed to it.
+        seed: of the weights, which are then replaced.
+        x: one batch of inputs, as `tf.TensorSpec`s.
+    """
+    model = _call(build_model, config, seed)
+    if not isinstance(model, keras.Model):
+        check_model(model)
+    keras_compat.build_layers(model, tf.nest.map_structure(_symbolic, x))
+    return model
+
+
+def _symbolic(spec: tf.TensorSpec) -> keras.KerasTensor:
+    return keras.KerasTensor(spec.shape, spec.dtype.name)
 
 
 def _call(build_model: Callable[..., Any], config: Mapping[str, Any], seed: int) -> Any:
@@ -98,7 +123,8 @@ def check_model(model: Any) -> None:
     for layer in keras_compat.layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ConfigError(
-                f"layer {layer.name!r} is a stateful RNN: its state belongs to the rows of one rank and cannot be kept "
+                f"layer {layer.name!r} is a stateful RNN: its state belongs to the rows of one "
+                "rank and cannot be kept "
                 "equal on all ranks. Use stateful=False."
             )
 

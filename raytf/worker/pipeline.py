@@ -1,7 +1,8 @@
-"""This rank's part of every batch, as tf.data: which rows is `raytf.data.order`'s business, reading them the source's.
+"""This rank's part of every batch, as tf.data: which rows is `raytf.data.order`'s business, reading
+them the source's.
 
-Batches of one kind have one static shape on a rank: full batches come from one endless dataset (so that reading goes on
-over the end of an epoch), the smaller last batch of each epoch from another.
+Batches of one kind have one static shape on a rank: full batches come from one endless dataset (so
+that reading goes on over the end of an epoch), the smaller last batch of each epoch from another.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Feed:
         seed: of the order and of the per-sample keys.
         shuffle: a new seeded permutation in each epoch.
         drop_remainder: leave out the smaller last batch.
-        transform: per-sample tf.data map function `(x, y[, key]) -> (x, y)`; `key` has shape (2,), int64, and is a
-            function of (seed, epoch, row).
+        transform: per-sample tf.data map function `(x, y[, key]) -> (x, y)`; `key` has shape (2,),
+            int64, and is a function of (seed, epoch, row).
         class_weight: weight per class number, turned into sample weights.
         floatx: Keras's float type; 64-bit floats become that, as in `model.fit`.
     """
@@ -106,7 +107,8 @@ class Feed:
         self._class_weight = class_weight
         if class_weight and self.source.spec()[2] is not None:
             raise ConfigError(
-                "class_weight and sample_weight cannot be used at the same time. Multiply them into one sample_weight."
+                "class_weight and sample_weight cannot be used at the same time. Multiply them "
+                "into one sample_weight."
             )
         self._arrays = self._in_memory()
 
@@ -148,14 +150,16 @@ class Feed:
             epochs.set_shape((per_chunk,))
             return rows, epochs
 
-        dataset = tf.data.Dataset.range(np.iinfo(np.int64).max).map(numbers).prefetch(1).unbatch()
+        plain = tf.autograph.experimental.do_not_convert  # only the user's code may need rewriting
+        dataset = tf.data.Dataset.range(np.iinfo(np.int64).max).map(plain(numbers))
+        dataset = dataset.prefetch(1).unbatch()
         # Reading and augmenting use what cores the training leaves; order is kept all the same.
-        dataset = dataset.map(self._read, num_parallel_calls=2, deterministic=True)
+        dataset = dataset.map(plain(self._read), num_parallel_calls=2, deterministic=True)
         if self._transform is not None:
             dataset = dataset.unbatch().map(self._augment, num_parallel_calls=2, deterministic=True)
             self._check_pair(dataset.element_spec["pair"])
-            dataset = dataset.map(self._unpair).batch(part.rows, drop_remainder=True)
-        dataset = dataset.map(self._finish)
+            dataset = dataset.map(plain(self._unpair)).batch(part.rows, drop_remainder=True)
+        dataset = dataset.map(plain(self._finish))
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False
@@ -241,7 +245,9 @@ def _tf_dtype(leaf: ArraySpec) -> tf.DType:
 
 
 def _class_weights(y: Any, class_weight: Mapping[int, float]) -> tf.Tensor:
-    """Weights of rows by class: y is class numbers, shape (n,) or (n, 1), or one-hot, shape (n, classes)."""
+    """Weights of rows by class: y is class numbers, shape (n,) or (n, 1), or one-hot, shape (n,
+    classes).
+    """
     if not tf.is_tensor(y):
         raise ConfigError("class_weight needs targets y that are one array of classes.")
     if y.shape.rank >= 2:

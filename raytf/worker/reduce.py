@@ -1,4 +1,6 @@
-"""One round of reductions: tensors of all kinds, packed into as few collectives as their types and sizes allow."""
+"""One round of reductions: tensors of all kinds, packed into as few collectives as their types and
+sizes allow.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ __all__ = ["Reducer", "plan_packs"]
 
 
 def plan_packs(sizes: Sequence[tuple[str, int]], bytes_per_pack: int) -> list[list[int]]:
-    """Groups tensors by dtype, in order, into packs of at most `bytes_per_pack` (a larger tensor goes alone).
+    """Groups tensors by dtype, in order, into packs of at most `bytes_per_pack` (a larger tensor
+    goes alone).
 
     Args:
         sizes: (dtype name, bytes) per tensor.
@@ -42,7 +45,8 @@ class Reducer:
     def __init__(self, strategy: tf.distribute.Strategy, bytes_per_pack: int) -> None:
         self.num_ranks = strategy.num_replicas_in_sync
         self._bytes_per_pack = bytes_per_pack
-        # Packing is done here, once for all dtypes and kinds; 1 keeps TensorFlow from packing the packs again.
+        # Packing is done here, once for all dtypes and kinds; 1 keeps TensorFlow from packing the
+        # packs again.
         self._options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1)
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:

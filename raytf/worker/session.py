@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from raytf.config import TrainSpec
 from raytf.data import as_source, is_factory, share
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, RaytfError
 from raytf.worker import callbacks as callback_rules
 from raytf.worker import export
 from raytf.worker.callbacks import Agreement
@@ -25,7 +25,7 @@ from raytf.worker.loop import Loop
 from raytf.worker.pipeline import Feed
 from raytf.worker.strategy import configure, form_strategy
 
-__all__ = ["Trainee", "run", "weights_sha256"]
+__all__ = ["FactoryContext", "Trainee", "predict", "run", "weights_sha256"]
 
 logger = logging.getLogger("raytf")
 
@@ -34,8 +34,9 @@ def run(job: Job, links: Links) -> dict[str, Any]:
     """Runs one job on this rank.
 
     Returns:
-        Plain data: for "train" `history`, `metrics`, `steps`, `epochs`, `weights_sha256`, `threads`,
-        `generation`; for "evaluate" `metrics`; for "predict" nothing (rows go through `links.deliver`).
+        Plain data: for "train" `history`, `metrics`, `steps`, `epochs`, `weights_sha256`,
+        `threads`, `generation`; for "evaluate" `metrics`; for "predict" nothing (rows go through
+        `links.deliver`).
 
     Raises:
         RaytfError: see its kinds; TensorFlow's and the user's own errors pass as they are.
@@ -45,6 +46,9 @@ def run(job: Job, links: Links) -> dict[str, Any]:
     threads = configure(links.num_cpus, links.num_gpus, job.spec.deterministic)
     strategy, formation = form_strategy(links, job.spec.communication)
     _phase(links, "building")
+    if job.mode == "predict":
+        predict(job, links, engine)
+        return {}
     trainee = Trainee(job.spec, links, strategy, engine)
     if job.mode == "train":
         result = trainee.train() | {"threads": threads, "generation": formation.generation}
@@ -54,13 +58,14 @@ def run(job: Job, links: Links) -> dict[str, Any]:
                 _phase(links, "exporting")
                 export.write(model, job.output[0], job.output[1], result)
         return result
+    export.read_weights(trainee.model, *_weights(job))
+    return trainee.evaluate()
+
+
+def _weights(job: Job) -> tuple[Any, str]:
     if job.weights is None:
-        raise ConfigError(f"a {job.mode} job without weights; a raytf bug.")
-    export.read_weights(trainee.model, *job.weights)
-    if job.mode == "evaluate":
-        return trainee.evaluate()
-    trainee.predict()
-    return {}
+        raise RaytfError(f"a {job.mode} job without weights; a raytf bug.")
+    return job.weights
 
 
 def _phase(links: Links, phase: str) -> None:
@@ -74,6 +79,56 @@ def weights_sha256(model: Any) -> str:
     for weight in model.get_weights():
         digest.update(np.ascontiguousarray(weight).tobytes())
     return digest.hexdigest()
+
+
+def make_feed(spec: TrainSpec, links: Links, engine: Engine, data: Any, for_training: bool) -> Feed:
+    """This rank's parts of a source; order, transform and class weights are for training only."""
+    mine: dict[str, Any] = {}
+    if for_training:
+        mine = {
+            "shuffle": spec.shuffle,
+            "drop_remainder": spec.drop_remainder,
+            "transform": spec.transform,
+            "class_weight": spec.class_weight,
+        }
+    return Feed(
+        as_source(data, "data"),
+        global_batch_size=spec.global_batch_size,
+        num_workers=links.num_workers,
+        rank=links.rank,
+        seed=spec.seed,
+        floatx=engine.keras.backend.floatx(),
+        **mine,
+    )
+
+
+def predict(job: Job, links: Links, engine: Engine) -> None:
+    """Delivers (row numbers, outputs) of this rank's parts of the data; no rank needs another for
+    it.
+
+    Raises:
+        ConfigError: the data has no row numbers.
+    """
+    spec = job.spec
+    if is_factory(spec.train_data):
+        raise ConfigError(
+            "predict needs data with row numbers (ArraySource, ParquetSource, a sequence); a "
+            "factory "
+            "has none."
+        )
+    feed = make_feed(spec, links, engine, spec.train_data, for_training=False)
+    model = engine.build_for_inference(spec, feed.spec())
+    export.read_weights(model, *_weights(job))
+    function = tf.function(model.predict_step)
+    number, size = feed.plan.full_steps, spec.global_batch_size
+    pieces = [(feed.full, feed.full_batches().take(number), 0)] if number else []
+    if feed.tail is not None:
+        pieces.append((feed.tail, feed.tail_batches().take(1), number))
+    for part, batches, first in pieces:
+        for step, batch in enumerate(batches if part.weight else ()):
+            rows = np.arange(part.rows) + (first + step) * size + part.start
+            outputs = tf.nest.map_structure(lambda t: t.numpy(), function(batch))
+            links.deliver("rows", (rows, outputs))
 
 
 @dataclass(frozen=True)
@@ -118,19 +173,7 @@ class Trainee:
         self.agreement = Agreement(strategy, links.rank, self.steps.reducer.sum)
 
     def _feed(self, data: Any, for_training: bool) -> Feed:
-        spec, links = self.spec, self.links
-        mine = {"transform": spec.transform, "class_weight": spec.class_weight} if for_training else {}
-        return Feed(
-            as_source(data, "data"),
-            global_batch_size=spec.global_batch_size,
-            num_workers=links.num_workers,
-            rank=links.rank,
-            seed=spec.seed,
-            shuffle=for_training and spec.shuffle,
-            drop_remainder=for_training and spec.drop_remainder,
-            floatx=self.engine.keras.backend.floatx(),
-            **mine,
-        )
+        return make_feed(self.spec, self.links, self.engine, data, for_training)
 
     def _dataset(self, factory: Any, epoch: int) -> tf.data.Dataset:
         spec, links = self.spec, self.links
@@ -146,7 +189,8 @@ class Trainee:
         dataset = factory(context)
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigError(
-                f"the data factory must return a tf.data.Dataset. Received: {type(dataset).__name__}."
+                "the data factory must return a tf.data.Dataset. Received: "
+                f"{type(dataset).__name__}."
             )
         return dataset
 
@@ -203,15 +247,15 @@ class Trainee:
             if spec.validation_data is None
             else self._executions(spec.validation_data, self.steps.test, for_training=False)
         )
-        callback_rules.save_on_chief_only(
-            self.model, self.links.is_chief, self.engine.saves_alone
-        )
+        callback_rules.save_on_chief_only(self.model, self.links.is_chief, self.engine.saves_alone)
         callbacks, given = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
         loop = self._loop(validation, callbacks, given, training)
         loop.announce(spec.epochs, spec.global_batch_size)
         metrics = loop.fit(spec.epochs, spec.initial_epoch, spec.validation_freq)
         self.engine.finish(self.model)
-        history = {k: [float(v) for v in values] for k, values in self.model.history.history.items()}
+        history = {
+            k: [float(v) for v in values] for k, values in self.model.history.history.items()
+        }
         return {
             "history": history,
             "metrics": metrics,
@@ -225,24 +269,3 @@ class Trainee:
         data = self._executions(self.spec.train_data, self.steps.test, for_training=False)
         callbacks, given = self._callbacks(None, 1, data.steps_per_epoch)
         return {"metrics": self._loop(data, callbacks, given).evaluate(data)}
-
-    def predict(self) -> None:
-        """Delivers (row numbers, outputs) of this rank's parts of `spec.train_data`."""
-        if is_factory(self.spec.train_data):
-            raise ConfigError(
-                "predict needs data with row numbers (ArraySource, ParquetSource, a sequence); a factory has none."
-            )
-        feed = self._feed(self.spec.train_data, for_training=False)
-        function = tf.function(self.steps.predict)
-        size = self.spec.global_batch_size
-        for part, dataset, number in (
-            (feed.full, feed.full_batches, feed.plan.full_steps),
-            (feed.tail, feed.tail_batches, 1 if feed.tail else 0),
-        ):
-            if not number or not part.weight:
-                continue
-            first = 0 if part is feed.full else feed.plan.full_steps
-            for step, batch in enumerate(dataset().take(number)):
-                rows = np.arange(part.rows) + (first + step) * size + part.start
-                outputs = tf.nest.map_structure(lambda t: t.numpy(), function(batch))
-                self.links.deliver("rows", (rows, outputs))

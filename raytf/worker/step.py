@@ -1,11 +1,12 @@
 """One step on one rank: forward, one round of reductions, one write. All or nothing.
 
-Owns what a step changes and how it is made equal on all ranks. Does not know where batches come from (`pipeline`) or
-what happens between steps (`loop`).
+Owns what a step changes and how it is made equal on all ranks. Does not know where batches come
+from (`pipeline`) or what happens between steps (`loop`).
 
-A step is traced in a `StepScope`: Keras's own `train_step` runs and nothing changes. Then everything that ranks must
-agree on (gradients, metric increments, moving statistics, logged numbers) is summed over ranks in one round, and only
-when all sums have arrived are variables written, each with the same value everywhere.
+A step is traced in a `StepScope`: Keras's own `train_step` runs and nothing changes. Then
+everything that ranks must agree on (gradients, metric increments, moving statistics, logged
+numbers) is summed over ranks in one round, and only when all sums have arrived are variables
+written, each with the same value everywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Steps:
         bytes_per_pack: bound of one packed collective.
 
     Attributes:
-        counter: int64 variable, training steps completed; written in the same graph as the state it counts.
+        counter: int64 variable, training steps completed; written in the same graph as the state it
+            counts.
     """
 
     def __init__(self, model: Any, strategy: Any, rank: int, bytes_per_pack: int) -> None:
@@ -44,7 +46,8 @@ class Steps:
         self.rank = rank
         self.reducer = Reducer(strategy, bytes_per_pack)
         self.counter = tf.Variable(0, dtype=tf.int64, trainable=False, name="raytf_step")
-        # What the model's own train_step or test_step returns besides metrics, from the last step; by kind of step.
+        # What the model's own train_step or test_step returns besides metrics, from the last step;
+        # by kind of step.
         self._raw: dict[tuple[str, str], tf.Variable] = {}
         self._log_names: dict[str, list[str]] = {}
         # Keras's own train_step reads nothing after `apply`; a user's may, and tracing finds out.
@@ -52,14 +55,16 @@ class Steps:
         self._named: set[str] = set()
 
     def logs(self, kind: str) -> dict[str, float]:
-        """Metrics over the steps since their reset, and the last step's other numbers: what Keras would log.
+        """Metrics over the steps since their reset, and the last step's other numbers: what Keras
+        would log.
 
         Args:
             kind: "train" or "test".
         """
         metrics = {k: float(v) for k, v in self.model.get_metrics_result().items()}
         names = self._log_names.get(kind, [])
-        # As in Keras: names that are not just the metrics' mean that the step itself chose what to log.
+        # As in Keras: names that are not just the metrics' mean that the step itself chose what to
+        # log.
         if not names or set(names) == set(metrics):
             return metrics
         return {n: metrics[n] if n in metrics else float(self._raw[kind, n].numpy()) for n in names}
@@ -72,7 +77,8 @@ class Steps:
             self._run("train", data, share)
         except keras_compat.ReadAfterApply as read:
             logger.warning(
-                "train_step of %s reads %s after the optimizer's update; updates are therefore made at once, and a "
+                "train_step of %s reads %s after the optimizer's update; updates are therefore "
+                "made at once, and a "
                 "step of this model is not all or nothing.",
                 type(self.model).__name__,
                 read,
@@ -83,10 +89,6 @@ class Steps:
     def test(self, data: Any, share: Any) -> None:
         """One evaluation step on this rank's part of a batch; called inside a tf.function."""
         self._run("test", data, share)
-
-    def predict(self, data: Any) -> Any:
-        """This rank's outputs for its rows; no rank needs another."""
-        return self.model.predict_step(data)
 
     def _run(self, kind: str, data: Any, share: Any) -> None:
         step = self.model.train_step if kind == "train" else self.model.test_step
@@ -116,8 +118,10 @@ class Steps:
             if "handle" not in str(error) or not staged:
                 raise
             raise ConfigError(
-                f"the forward pass assigns the trainable weight {staged[0]} and then wants its gradient (as "
-                "SpectralNormalization does). A step on several workers writes all its changes at its end, so this "
+                f"the forward pass assigns the trainable weight {staged[0]} and then wants its "
+                "gradient (as "
+                "SpectralNormalization does). A step on several workers writes all its changes at "
+                "its end, so this "
                 "cannot be supported. Compute with the changed value instead of assigning it."
             ) from error
 
@@ -132,7 +136,9 @@ class Steps:
     def _commit(self, kind: str, scope: Any, raw: dict[str, tf.Tensor]) -> None:
         reduce = _Round(scope, self.reducer)
         grads = [
-            reduce.gradients(g, v) for _, gs, vs in scope.applies for g, v in zip(gs, vs, strict=True)
+            reduce.gradients(g, v)
+            for _, gs, vs in scope.applies
+            for g, v in zip(gs, vs, strict=True)
         ]
         news = [reduce.update(variable, value) for variable, value in scope.updates.values()]
         logs = {name: reduce.mean(value) for name, value in raw.items()}
@@ -172,7 +178,8 @@ class Steps:
             if id(variable) not in known and variable.name not in self._named:
                 self._named.add(variable.name)
                 logger.warning(
-                    "%s is a tf.Variable that Keras does not track. raytf neither keeps it equal on all ranks nor saves "
+                    "%s is a tf.Variable that Keras does not track. raytf neither keeps it equal "
+                    "on all ranks nor saves "
                     "it. Make it with self.add_weight(...).",
                     variable.name,
                 )
@@ -186,7 +193,9 @@ def _flat(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Round:
-    """What one round of reductions carries. Each method takes a local value and returns a thunk of the agreed one."""
+    """What one round of reductions carries. Each method takes a local value and returns a thunk of
+    the agreed one.
+    """
 
     def __init__(self, scope: Any, reducer: Reducer) -> None:
         self.scope = scope
@@ -225,11 +234,12 @@ class _Round:
         return self._send(self._weigh(value))
 
     def update(self, variable: Any, new: tf.Tensor) -> Callable[[], tf.Tensor]:
-        """The value of a variable that the step's forward pass changed, by the rule its `aggregation` states.
+        """The value of a variable that the step's forward pass changed, by the rule its
+        `aggregation` states.
 
-        Seed states count alike everywhere. "sum" (every metric's default): old + the ranks' increments. "mean", and
-        floats without a rule (moving statistics): mean over ranks weighted by rows. Integers without a rule, and
-        "only_first_replica": rank 0's.
+        Seed states count alike everywhere. "sum" (every metric's default): old + the ranks'
+        increments. "mean", and floats without a rule (moving statistics): mean over ranks weighted
+        by rows. Integers without a rule, and "only_first_replica": rank 0's.
         """
         if self.alone or id(variable) in self.scope.seeds:
             return lambda: new

@@ -1,4 +1,5 @@
-"""TensorFlow in this process: threads, GPUs, ports and the MultiWorkerMirroredStrategy of a formed group.
+"""TensorFlow in this process: threads, GPUs, ports and the MultiWorkerMirroredStrategy of a formed
+group.
 
 TensorFlow must not have been used before `configure` (collectives are set up at program start).
 """
@@ -26,8 +27,8 @@ logger = logging.getLogger("raytf")
 def configure(num_cpus: float, num_gpus: float, deterministic: bool) -> int:
     """Sets threads, GPU memory and determinism of this process; returns the number of threads.
 
-    The number of threads decides the order of sums in some kernels (convolution gradients), so it follows from the
-    worker's CPU share and not from the machine.
+    The number of threads decides the order of sums in some kernels (convolution gradients), so it
+    follows from the worker's CPU share and not from the machine.
     """
     threads = max(1, int(num_cpus))
     tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -37,7 +38,8 @@ def configure(num_cpus: float, num_gpus: float, deterministic: bool) -> int:
     if num_gpus and not gpus:
         raise StartupError(
             f"This worker was given {num_gpus:g} GPU, but TensorFlow {tf.__version__} sees none "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Install tensorflow[and-cuda] on the "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Install "
+            "tensorflow[and-cuda] on the "
             "workers, or set use_gpu=False."
         )
     if not num_gpus:
@@ -45,7 +47,8 @@ def configure(num_cpus: float, num_gpus: float, deterministic: bool) -> int:
     for gpu in gpus if num_gpus else ():
         tf.config.experimental.set_memory_growth(gpu, True)
     if deterministic and num_gpus:
-        # CPU kernels used here are deterministic for a fixed number of threads; GPU ones are not unless asked.
+        # CPU kernels used here are deterministic for a fixed number of threads; GPU ones are not
+        # unless asked.
         tf.config.experimental.enable_op_determinism()
     return threads
 
@@ -59,8 +62,9 @@ def host_port(host: str, port: int) -> str:
 def reserve_port(host: str) -> Iterator[int]:
     """A free port that nobody else can take inside the block.
 
-    A socket bound with SO_REUSEPORT but not listening keeps the port from other programs, and TensorFlow's server,
-    which sets the same option when TF_GRPC_REUSE_PORT is set, can still bind it.
+    A socket bound with SO_REUSEPORT but not listening keeps the port from other programs, and
+    TensorFlow's server, which sets the same option when TF_GRPC_REUSE_PORT is set, can still bind
+    it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as held:
@@ -91,8 +95,8 @@ def form_strategy(
 ) -> tuple[tf.distribute.Strategy, Formation]:
     """Joins the group and creates its strategy.
 
-    A rank that finds its port taken says so before any server has started (a server whose peer never comes waits for
-    ever inside TensorFlow), and the whole group joins again with new ports.
+    A rank that finds its port taken says so before any server has started (a server whose peer
+    never comes waits for ever inside TensorFlow), and the whole group joins again with new ports.
 
     Raises:
         StartupError: the group did not form within its limits; names ranks and addresses.

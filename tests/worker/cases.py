@@ -1,6 +1,8 @@
-"""The models of the conformance suite: small, and each there for one thing that several workers can get wrong.
+"""The models of the conformance suite: small, and each there for one thing that several workers can
+get wrong.
 
-Functions here run in worker processes (`worker`) and in a process with plain, unmended Keras (`reference`).
+Functions here run in worker processes (`worker`) and in a process with plain, unmended Keras
+(`reference`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Case:
         batch: global batch size; with 29 rows and 8, the last batch of each epoch has 5.
         tolerance: (relative, absolute) per tensor, against one process.
         loss_only_after: steps after which only the loss is compared (sign-taking optimizers).
-        equal_to_one_process: False where several workers differ by nature; ranks must be equal all the same.
+        equal_to_one_process: False where several workers differ by nature; ranks must be equal all
+            the same.
     """
 
     build: Callable[[Any], Any]
@@ -227,7 +230,8 @@ def attention(keras: Any) -> Any:
     y = keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(h))
     model = keras.Model(x, y)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Not Adam: the key's bias has no effect, its gradient is rounding, and Adam would blow that up to full size.
+    # Not Adam: the key's bias has no effect, its gradient is rounding, and Adam would blow that up
+    # to full size.
     model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], jit_compile=False)
     return model
 
@@ -255,7 +259,9 @@ def mixed(policy: str) -> Callable[[Any], Any]:
 
 
 def overflowing(keras: Any) -> Any:
-    """Its first steps overflow float16 and must be skipped, by all ranks together, with the scale halved."""
+    """Its first steps overflow float16 and must be skipped, by all ranks together, with the scale
+    halved.
+    """
     before = keras.mixed_precision.global_policy()
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -557,7 +563,8 @@ def reference(links: Any, strategy: Any, names: list[str]) -> dict[str, Any]:
             validation_data=dataset(batches(1, shuffle=False))
             if case.class_weight is None
             else None,
-            # Without it Keras counts a step that finds the data ended in metrics that look at no data.
+            # Without it Keras counts a step that finds the data ended in metrics that look at no
+            # data.
             validation_steps=plan.steps_per_epoch if case.validate else None,
             class_weight=case.class_weight,
             verbose=0,

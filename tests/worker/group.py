@@ -1,7 +1,9 @@
-"""Runs a function on several real worker processes without Ray: TF_CONFIG on loopback, a real strategy.
+"""Runs a function on several real worker processes without Ray: TF_CONFIG on loopback, a real
+strategy.
 
-`python -m tests.worker.group MODULE:FUNCTION RANK NUM_WORKERS PORTS OUT [ARG]` is one worker; `run_group` starts them.
-The function is called as `function(links, strategy, arg) -> picklable` and its result comes back per rank.
+`python -m tests.worker.group MODULE:FUNCTION RANK NUM_WORKERS PORTS OUT [ARG]` is one worker;
+`run_group` starts them. The function is called as `function(links, strategy, arg) -> picklable` and
+its result comes back per rank.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 def loopback_links(rank: int, addresses: tuple[str, ...], **overrides: Any) -> Links:
-    """Links of a group whose ports are chosen beforehand; nothing is compared, progress is dropped."""
+    """Links of a group whose ports are chosen beforehand; nothing is compared, progress is "
+    "dropped."""
     values: dict[str, Any] = {
         "rank": rank,
         "num_workers": len(addresses),
@@ -51,9 +54,11 @@ def free_ports(number: int) -> list[int]:
 
 
 def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float = 300) -> list[Any]:
-    """Runs `module:function` on a group; returns each rank's result, raises the first rank's error text.
+    """Runs `module:function` on a group; returns each rank's result, raises the first rank's error
+    text.
 
-    With 0 workers it runs in one process of its own without any strategy: `function(None, None, arg)`.
+    With 0 workers it runs in one process of its own without any strategy: `function(None, None,
+    arg)`.
     """
     addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
     search = os.pathsep.join([ROOT, *sys.path])
@@ -86,7 +91,8 @@ def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float =
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], scratch: str, timeout_s: float) -> None:
-    """Until all have ended; a worker whose peer has failed may wait for it for ever and gets 20 s."""
+    """Until all have ended; a worker whose peer has failed may wait for it for ever and gets 20 "
+    "s."""
     deadline = time.monotonic() + timeout_s
     while any(w.poll() is None for w in workers) and time.monotonic() < deadline:
         for rank, worker in enumerate(workers):

@@ -27,7 +27,9 @@ def _data(rows: int = 24) -> Any:
 
 
 def masks(links: Any, strategy: Any, arg: Any) -> Any:
-    """What a dropout layer lets through on this rank in each of three steps, and its seed state afterwards."""
+    """What a dropout layer lets through on this rank in each of three steps, and its seed state
+    afterwards.
+    """
     import keras
     import tensorflow as tf
 
@@ -63,7 +65,11 @@ def statistics(links: Any, strategy: Any, rows: int) -> Any:
 
     def build(config: Any) -> Any:
         model = keras.Sequential(
-            [keras.layers.Input((4,)), keras.layers.BatchNormalization(momentum=0.9), keras.layers.Dense(2)]
+            [
+                keras.layers.Input((4,)),
+                keras.layers.BatchNormalization(momentum=0.9),
+                keras.layers.Dense(2),
+            ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("sgd", loss, jit_compile=False)
@@ -85,7 +91,9 @@ def small_model(config: Any) -> Any:
 
 
 def factory(links: Any, strategy: Any, batches: list[int]) -> Any:
-    """Trains from a factory that gives this rank `batches[rank]` batches; returns the result or the error."""
+    """Trains from a factory that gives this rank `batches[rank]` batches; returns the result or the
+    error.
+    """
     import tensorflow as tf
 
     from raytf.errors import RaytfError
@@ -132,14 +140,24 @@ def disagreeing_callbacks(links: Any, strategy: Any, arg: Any) -> Any:
             self.model.optimizer.learning_rate = 0.5 if links.rank == 0 else 0.01
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.model.stop_training = (links.rank == 0 and epoch >= 1) or (links.rank == 1 and epoch == 0)
+            self.model.stop_training = (links.rank == 0 and epoch >= 1) or (
+                links.rank == 1 and epoch == 0
+            )
 
-    trainee, result = _train(links, strategy, small_model, _data(), epochs=5, callbacks=lambda: [Own()])
-    return result["epochs"], float(trainee.model.optimizer.learning_rate.numpy()), result["weights_sha256"]
+    trainee, result = _train(
+        links, strategy, small_model, _data(), epochs=5, callbacks=lambda: [Own()]
+    )
+    return (
+        result["epochs"],
+        float(trainee.model.optimizer.learning_rate.numpy()),
+        result["weights_sha256"],
+    )
 
 
 def saving(links: Any, strategy: Any, directory: str) -> Any:
-    """Saves from ModelCheckpoint and from an own callback on all ranks; returns the files and who wrote."""
+    """Saves from ModelCheckpoint and from an own callback on all ranks; returns the files and who
+    wrote.
+    """
     import os
 
     import keras
@@ -153,7 +171,9 @@ def saving(links: Any, strategy: Any, directory: str) -> Any:
         model = keras.Sequential(
             [keras.layers.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
         )
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        model.compile(
+            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False
+        )
         return model
 
     best = os.path.join(directory, f"best-{links.rank}.keras")

@@ -19,7 +19,11 @@ def recorder(keras: Any, calls: list[Any], stop_after: int | None = None) -> Any
     def hook(name: str) -> Any:
         def record(self: Any, *args: Any, **kwargs: Any) -> None:
             given = list(args) + list(kwargs.values())
-            logs = given.pop() if given and (given[-1] is None or isinstance(given[-1], dict)) else None
+            logs = (
+                given.pop()
+                if given and (given[-1] is None or isinstance(given[-1], dict))
+                else None
+            )
             calls.append((name, *given, sorted(logs or {})))
             if name == "on_train_begin":
                 calls.append(("params", self.params["epochs"], self.params["steps"]))
@@ -43,7 +47,9 @@ def make_model(keras: Any) -> Any:
 
 def data() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    return rng.normal(size=(ROWS, 3)).astype("float32"), rng.normal(size=(ROWS, 1)).astype("float32")
+    return rng.normal(size=(ROWS, 3)).astype("float32"), rng.normal(size=(ROWS, 1)).astype(
+        "float32"
+    )
 
 
 def raytf_calls(calls: list[Any], **arguments: Any) -> dict[str, Any]:

@@ -46,8 +46,12 @@ def test_full_batches_go_on_over_the_end_of_an_epoch() -> None:
 def test_ranks_together_have_the_batch_of_one(num_workers: int) -> None:
     whole = feed(shuffle=True)
     parts = [feed(shuffle=True, num_workers=num_workers, rank=r) for r in range(num_workers)]
-    batches = [list(p.full_batches().take(whole.plan.full_steps).as_numpy_iterator()) for p in parts]
-    for step, (x, _) in enumerate(whole.full_batches().take(whole.plan.full_steps).as_numpy_iterator()):
+    batches = [
+        list(p.full_batches().take(whole.plan.full_steps).as_numpy_iterator()) for p in parts
+    ]
+    for step, (x, _) in enumerate(
+        whole.full_batches().take(whole.plan.full_steps).as_numpy_iterator()
+    ):
         got = [v for p, b in zip(parts, batches, strict=True) if p.full.weight for v in b[step][0]]
         assert got == list(x)
     assert sum(p.full.weight for p in parts) == pytest.approx(1)

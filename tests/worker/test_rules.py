@@ -1,4 +1,6 @@
-"""The rules for what cannot equal one process, for decisions, factories, saving and tf_keras; on real workers."""
+"""The rules for what cannot equal one process, for decisions, factories, saving and tf_keras; on
+real workers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_plain_batch_normalization_averages_over_ranks_by_rows(rows: int) -> Non
 
 
 def test_factory_gets_its_context_and_trains() -> None:
-    (contexts, result, weights0), (_, _, weights1) = run_group("tests.worker.rules:factory", 2, [5, 5])
+    (contexts, result, weights0), (_, _, weights1) = run_group(
+        "tests.worker.rules:factory", 2, [5, 5]
+    )
     assert (0, 2, 4, 0) in contexts and (0, 2, 4, 1) in contexts
     assert result["steps"] == 10 and weights0 == weights1
 
@@ -60,7 +64,7 @@ def test_an_empty_factory_is_an_error() -> None:
 
 def test_factory_batches_count_by_their_rows() -> None:
     (history, weights), _ = run_group("tests.worker.rules:factory_of_uneven_rows", 2)
-    (expected, expected_weights), = run_group("tests.worker.rules:factory_of_uneven_rows", 1)
+    ((expected, expected_weights),) = run_group("tests.worker.rules:factory_of_uneven_rows", 1)
     for name in expected:
         np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
     for a, b in zip(weights, expected_weights, strict=True):

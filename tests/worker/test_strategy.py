@@ -67,7 +67,9 @@ def test_a_lost_race_is_tried_again_with_a_new_port(monkeypatch: pytest.MonkeyPa
         return Formation(generation=attempt, addresses=(address,))
 
     made: list[Formation] = []
-    monkeypatch.setattr(strategy, "_strategy", lambda formation, links, config: made.append(formation))
+    monkeypatch.setattr(
+        strategy, "_strategy", lambda formation, links, config: made.append(formation)
+    )
     links = loopback_links(0, ("unused",), join=join, hold=lambda generation, error: error is None)
     strategy.form_strategy(links, CommunicationConfig(), steal_first)
     taken[0].close()
