@@ -1,0 +1,1 @@
+"""The tests: mirrors raytf/. `python -m tests` runs the whole gate."""
