@@ -1,0 +1,1 @@
+"""Bytes on any fsspec URL. Neither TensorFlow nor Ray."""

@@ -1,0 +1,1 @@
+"""The Ray side: worker groups, the run actor, local and remote clusters."""

@@ -1,0 +1,93 @@
+"""Which Ray a run uses: the one this process is connected to, the one `RAY_ADDRESS` names, or one
+of its own.
+
+Nothing here happens on import, and environment variables are changed only around the call that
+reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+
+import ray
+
+from raytf.errors import StartupError
+
+__all__ = ["embedded_size", "ensure_ray", "environment"]
+
+# Resources that a machine has or has not: an embedded Ray may not claim them just because somebody
+# asks.
+_PHYSICAL = ("GPU", "TPU", "NPU", "HPU", "neuron_cores", "memory", "object_store_memory")
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables that are set inside the block unless the user has set them."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def embedded_size(
+    num_workers: int, bundle: Mapping[str, float], cpus_here: int
+) -> tuple[int, dict[str, float]]:
+    """CPUs and custom resources of an embedded Ray in which `num_workers` bundles always fit.
+
+    CPUs are a count for scheduling, so two workers may share one core; GPUs and memory are never
+    made up.
+    """
+    cpus = max(cpus_here, math.ceil(num_workers * bundle.get("CPU", 0.0)))
+    custom = {
+        name: num_workers * amount
+        for name, amount in bundle.items()
+        if name != "CPU" and name not in _PHYSICAL and not name.startswith("accelerator_type:")
+    }
+    return cpus, custom
+
+
+def ensure_ray(num_workers: int, bundle: Mapping[str, float]) -> bool:
+    """Makes sure that this process is connected to a Ray.
+
+    An embedded Ray stays for the next `fit()` of this process and ends with it: `ray.init`
+    registers its own shutdown at interpreter exit.
+
+    Returns:
+        Whether raytf started it.
+
+    Raises:
+        StartupError: `RAY_ADDRESS` is set and nothing answers there.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    quiet = environment(RAY_USAGE_STATS_PROMPT_ENABLED="0")
+    if address:
+        try:
+            with quiet:
+                ray.init(address=address, logging_level=logging.WARNING)
+        except (ConnectionError, TimeoutError) as error:
+            raise StartupError(
+                f"no Ray cluster answers at RAY_ADDRESS={address!r}: {error} Start one, mend the "
+                "address, or unset "
+                "RAY_ADDRESS to train on this machine.",
+                address=address,
+            ) from error
+        return False
+    cpus, custom = embedded_size(num_workers, bundle, os.cpu_count() or 1)
+    with quiet:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            resources=custom or None,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+        )
+    return True

@@ -1,0 +1,136 @@
+"""What `fit()` returns: Ray's Result with Keras's words on top."""
+
+from __future__ import annotations
+
+import html
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ray.train import Result
+
+from raytf.checkpoint.storage import FINAL, Storage, resolve
+from raytf.errors import NotFoundError
+
+__all__ = ["RunResult"]
+
+
+@dataclass(repr=False)
+class RunResult(Result):
+    """A finished run; is a `ray.train.Result`.
+
+    Attributes:
+        metrics: Keras's metric names (`val_*` from the whole validation set) and their last values.
+        history: metric name -> one value per epoch.
+        steps: steps completed in the run.
+        weights_sha256: SHA-256 over the bytes of `model.get_weights()` in order.
+        url: the run's directory.
+        generations: worker groups that formed; 1 if nothing failed.
+    """
+
+    history: dict[str, list[float]] = field(default_factory=dict)
+    steps: int = 0
+    weights_sha256: str = ""
+    url: str = ""
+    generations: int = 0
+    _storage: Storage | None = None
+    _config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_run(
+        cls,
+        result: Result,
+        outcome: Mapping[str, Any],
+        storage: Storage,
+        config: Mapping[str, Any],
+        generations: int,
+    ) -> RunResult:
+        """Joins Ray's result of a run and what rank 0's session returned."""
+        return cls(
+            metrics=dict(outcome.get("metrics") or {}),
+            checkpoint=result.checkpoint,
+            error=result.error,
+            path=storage.path,
+            metrics_dataframe=result.metrics_dataframe,
+            best_checkpoints=result.best_checkpoints,
+            _storage_filesystem=result._storage_filesystem,
+            return_value=dict(outcome),
+            history={k: list(v) for k, v in (outcome.get("history") or {}).items()},
+            steps=int(outcome.get("steps", 0)),
+            weights_sha256=str(outcome.get("weights_sha256", "")),
+            url=storage.url,
+            generations=generations,
+            _storage=storage,
+            _config=config,
+        )
+
+    def load_model(self, build_model: Callable[..., Any] | None = None) -> Any:
+        """Loads the trained model in this process; imports TensorFlow.
+
+        Args:
+            build_model: needed only if Keras cannot rebuild the model from its own config (the
+                error says so).
+        """
+        from raytf.worker import export
+
+        storage = self._final()
+        return export.load_model(
+            storage.fs, storage.path, build_model=build_model, config=self._config
+        )
+
+    def export(
+        self,
+        path: str,
+        format: Literal["keras", "saved_model", "weights"] = "keras",
+        build_model: Callable[..., Any] | None = None,
+    ) -> None:
+        """Writes the trained model to a local path or fsspec URL; imports TensorFlow.
+
+        Args:
+            path: file (`keras`, `weights`) or directory (`saved_model`).
+            format: "keras" (`.keras` file), "saved_model" (served by `tf.saved_model.load`) or
+                "weights".
+            build_model: as in `load_model`.
+        """
+        from raytf.worker import export
+
+        storage, target = self._final(), resolve(path)
+        given = {"build_model": build_model, "config": self._config}
+        if target.is_local:
+            export.export(storage.fs, storage.path, target.path, format, **given)
+            return
+        with tempfile.TemporaryDirectory() as scratch:  # TensorFlow writes to local disks
+            name = target.path.rsplit("/", 1)[-1]
+            written = export.export(
+                storage.fs, storage.path, os.path.join(scratch, name), format, **given
+            )
+            target.fs.put(written, target.path, recursive=os.path.isdir(written))
+
+    def _final(self) -> Storage:
+        if self._storage is None or not self._storage.exists(FINAL):
+            raise NotFoundError(
+                f"There is no trained model in {self.url or self.path!r}.", path=self.url
+            )
+        return self._storage.join(FINAL)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        shown = ", ".join(
+            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
+            for k, v in (self.metrics or {}).items()
+        )
+        facts = [("url", self.url), ("steps", str(self.steps)), ("metrics", shown)]
+        if self.weights_sha256:
+            facts.append(("weights_sha256", self.weights_sha256[:12] + "…"))
+        return facts
+
+    def __repr__(self) -> str:
+        return "RunResult(" + ", ".join(f"{k}={v!r}" for k, v in self._facts()) + ")"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>"
+            for k, v in self._facts()
+        )
+        return f"<table><caption>RunResult</caption>{rows}</table>"
