@@ -560,9 +560,7 @@ def reference(links: Any, strategy: Any, names: list[str]) -> dict[str, Any]:
             dataset(batches(case.epochs, shuffle=True)),
             epochs=case.epochs,
             steps_per_epoch=plan.steps_per_epoch,
-            validation_data=dataset(batches(1, shuffle=False))
-            if case.class_weight is None
-            else None,
+            validation_data=dataset(batches(1, shuffle=False)) if case.validate else None,
             # Without it Keras counts a step that finds the data ended in metrics that look at no
             # data.
             validation_steps=plan.steps_per_epoch if case.validate else None,
