@@ -7,6 +7,8 @@ end in `_s`, sizes in `_bytes`. A capability that is not built yet is refused by
 
 from __future__ import annotations
 
+# Users are not type checkers: what they pass may be anything.
+# pyright: reportUnnecessaryIsInstance=false
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +52,7 @@ def _check_optional_int(name: str, value: Any, low: int) -> None:
 
 
 def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ConfigError(f"{name} is a duration in seconds and must be > 0. Received: {value!r}.")
 
 
@@ -191,7 +193,7 @@ class TrainSpec:
     callbacks: Callable[[], list[Any]] | None = None
     class_weight: Mapping[int, float] | None = None
     verbose: Literal["auto", 0, 1, 2] = "auto"
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     strategy: str = "auto"
     legacy_keras: bool = False
     deterministic: bool = True

@@ -31,7 +31,10 @@ class Execution:
 class Executions(Protocol):
     """The steps of one kind (training, evaluation) over one data set."""
 
-    steps_per_epoch: int | None
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None if that is not known beforehand."""
+        ...
 
     def epoch(self, epoch: int) -> Iterator[Execution]:
         """The executions of an epoch, in order."""

@@ -8,7 +8,7 @@ reduces over ranks and writes. Code that runs in the scope is written as for one
 the mean over the rows the rank sees, and the mean over ranks weighted by rows (`share`) is the loss
 of the whole batch.
 
-`mend()` replaces ten functions of Keras for this process; outside a StepScope each calls the
+`mend()` replaces a dozen functions of Keras for this process; outside a StepScope each calls the
 original. Read in Keras 3.15.1 and TensorFlow 2.21.0.
 """
 
@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import StatelessScope
+from keras.src import backend
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as keras_loss
 from keras.src.metrics import reduction_metrics
@@ -36,16 +34,14 @@ from tensorflow.python.distribute import distribute_lib
 
 from raytf.config import SUPPORTED_KERAS
 from raytf.errors import ConfigError
+from raytf.worker.scope import current_scope
 
 __all__ = [
-    "ReadAfterApply",
-    "StepScope",
     "adopt_global_seed_generator",
     "all_variables",
     "build_layers",
     "build_step_state",
     "check_keras_version",
-    "is_keras_train_step",
     "layers",
     "localize",
     "mend",
@@ -54,13 +50,11 @@ __all__ = [
     "settable_learning_rate",
 ]
 
-_current = threading.local()  # .scope: the StepScope being traced on this thread
 _originals: dict[str, Any] = {}
 
 
 def check_keras_version(version: str | None = None) -> None:
-    """Raises ConfigError if the installed Keras is not one whose internals `mend` was written "
-    "for."""
+    """Raises ConfigError if the installed Keras is not one that `mend` was written for."""
     found = version or importlib.metadata.version("keras")
     low, high = SUPPORTED_KERAS
     if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
@@ -68,113 +62,6 @@ def check_keras_version(version: str | None = None) -> None:
             f"Keras {found} is installed; this version of raytf mends Keras >= {low[0]}.{low[1]}, "
             f"< {high[0]}.{high[1]} for training on several workers. Install a Keras in that range."
         )
-
-
-class ReadAfterApply(Exception):
-    """A train_step reads a variable after the optimizer was asked to change it: the change cannot
-    be put off.
-    """
-
-
-class StepScope(StatelessScope):
-    """Collects what one step on one rank would change, and answers reads from it.
-
-    Args:
-        rank: seat of this worker in the group.
-        share: this rank's part of the rows of the global batch, a float or a scalar tensor; 0.0 if
-            it has none and runs on a stand-in row whose results must not count.
-        all_reduce: sums a tensor over ranks.
-        defer: True keeps `optimizer.apply` for later (`self.applies`); False calls `apply_now` at
-            once.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        share: Any,
-        all_reduce: Callable[[tf.Tensor], tf.Tensor],
-        apply_now: Callable[[Any, list[Any], list[Any]], None] | None = None,
-    ) -> None:
-        super().__init__(collect_losses=True)
-        self.rank = rank
-        self.share = share
-        self.all_reduce = all_reduce
-        self.apply_now = apply_now
-        self.graph = tf.compat.v1.get_default_graph()
-        self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
-        self.seeds: set[int] = set()
-        self.applies: list[tuple[Any, list[Any], list[Any]]] = []
-        self._applied: set[int] = set()
-
-    def __enter__(self) -> StepScope:
-        super().__enter__()
-        # strategy.run traces on a thread of its own, and Keras keeps its global generator per
-        # thread.
-        name = seed_generator.GLOBAL_SEED_GENERATOR
-        global_state.set_global_attribute(name, _shared_generator())
-        _current.scope = self
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        _current.scope = None
-        super().__exit__(*args)
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Leaves the scope for a moment: assignments are real again."""
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        variable, value = update
-        if tf.compat.v1.get_default_graph() is not self.graph:
-            raise ConfigError(
-                f"{variable.path} is changed inside a tf.cond or tf.while_loop of the model. On "
-                "several workers a step "
-                "must be able to write all its changes at its end. Compute the new value inside, "
-                "and assign it outside "
-                "(ops.where instead of a branch is the usual way)."
-            )
-        self.updates[id(variable)] = (variable, value)
-        super().add_update(update)
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        if id(variable) in self._applied:
-            raise ReadAfterApply(variable.path)
-        value = super().get_current_value(variable)
-        # Regularizers ask here directly and need the variable itself when it has not been changed.
-        return variable._value if value is None else value
-
-    def apply(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
-        if self.apply_now is not None:
-            self.apply_now(optimizer, grads, variables)
-            return
-        self.applies.append((optimizer, grads, variables))
-        self._applied.update(id(v) for v in variables)
-        self._applied.update(id(v) for v in optimizer.variables)
-
-    def staged_trainables(self) -> list[str]:
-        """Paths of trainable variables that the forward pass itself has assigned."""
-        return [v.path for v, _ in self.updates.values() if v.trainable]
-
-    def has_no_rows(self) -> bool:
-        return isinstance(self.share, float) and self.share == 0.0
-
-    def counts_whole(self, value: tf.Tensor) -> tf.Tensor:
-        """A quantity that ranks add up, as a local value of which the mean weighted by share is
-        taken.
-        """
-        if self.has_no_rows():
-            return tf.zeros_like(value)
-        return value / tf.cast(self.share, value.dtype)
-
-    def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
-        """The sum of a local quantity over ranks that have rows; no gradient flows through it."""
-        value = tf.stop_gradient(value)
-        return self.all_reduce(tf.zeros_like(value) if self.has_no_rows() else value)
 
 
 _shared: list[Any] = []
@@ -193,8 +80,9 @@ def _shared_generator() -> Any:
     return _shared[0]
 
 
-def _scope() -> StepScope | None:
-    return getattr(_current, "scope", None)
+def _global_seed_generator() -> Any:
+    # strategy.run traces on a thread of its own, and Keras keeps its generator per thread.
+    return _originals["global_generator"]() if current_scope() is None else _shared_generator()
 
 
 # --- Losses: a local loss is such that the mean over ranks, weighted by rows, is the loss of the
@@ -202,29 +90,30 @@ def _scope() -> StepScope | None:
 
 
 def _scale_loss(value: Any) -> Any:
-    return value if _scope() else _originals["scale_loss"](value)
+    return value if current_scope() else _originals["scale_loss"](value)
 
 
 def _unscale_loss(value: Any) -> Any:
-    return value if _scope() else _originals["unscale_loss"](value)
+    return value if current_scope() else _originals["unscale_loss"](value)
 
 
 def _reduce_values(
-    values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+    values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size"
 ) -> Any:
-    scope = _scope()
+    scope = current_scope()
     weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
     if scope is None or not (weighted or reduction == "sum") or tuple(values.shape) in ((), (0,)):
         return _originals["reduce_values"](values, sample_weight, reduction)
     total = tf.reduce_sum(values)
     if weighted:
-        weights = tf.cast(tf.reduce_sum(sample_weight), total.dtype)
+        weights: Any = sample_weight
+        weights = tf.cast(tf.reduce_sum(weights), total.dtype)
         total = tf.math.divide_no_nan(total, scope.sum_over_ranks(weights))
     return scope.counts_whole(total)
 
 
 def _apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-    scope = _scope()
+    scope = current_scope()
     if scope is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return _originals["apply_mask"](sample_weight, mask, dtype, reduction)
     # One process divides by the valid entries of the whole batch, so a rank must know them all.
@@ -241,7 +130,7 @@ def _apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> An
 
 
 def _mean_update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-    scope = _scope()
+    scope = current_scope()
     if scope is not None and not tf.is_tensor(sample_weight):
         is_number = len(tf.convert_to_tensor(values).shape) == 0
         # A number per step, not per row: over all ranks it counts once. An int is CompileLoss's
@@ -257,7 +146,7 @@ def _mean_update_state(self: Any, values: Any, sample_weight: Any = None) -> Any
 
 def _next_seed(self: Any, ordered: bool = True) -> Any:
     value = _originals["next_seed"](self, ordered)
-    scope = _scope()
+    scope = current_scope()
     if scope is None:
         return value
     scope.seeds.add(id(self.state))
@@ -274,15 +163,17 @@ def _next_seed(self: Any, ordered: bool = True) -> Any:
 
 
 def _moments_sync(x: tf.Tensor, axes: Any, keepdims: bool) -> tuple[tf.Tensor, tf.Tensor]:
-    scope = _scope()
+    scope = current_scope()
     if scope is None:
         return _originals["moments_sync"](x, axes, keepdims)
 
     @tf.custom_gradient
     def sums(packed: tf.Tensor) -> Any:
         def grad(upstream: tf.Tensor) -> tf.Tensor:
-            # The loss is the mean over ranks weighted by share; the weight is applied to gradients
-            # later, so what comes from other ranks carries theirs and not ours.
+            # The loss is the mean over ranks weighted by share. Where that weight is applied to
+            # gradients later, what comes from other ranks must carry theirs and not ours.
+            if scope.weighted:
+                return scope.all_reduce(upstream)
             total = scope.all_reduce(upstream * tf.cast(scope.share, upstream.dtype))
             return scope.counts_whole(total)
 
@@ -308,7 +199,7 @@ def _moments_sync(x: tf.Tensor, axes: Any, keepdims: bool) -> tuple[tf.Tensor, t
 
 def _intercept_apply(name: str) -> Callable[..., Any]:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        scope = _scope()
+        scope = current_scope()
         if scope is None or len(grads) == 0:
             return _originals[name](self, grads, trainable_variables)
         variables = (
@@ -319,8 +210,22 @@ def _intercept_apply(name: str) -> Callable[..., Any]:
     return apply
 
 
+def _intercept_scale_loss(name: str) -> Callable[..., Any]:
+    def scale_loss(self: Any, loss: Any) -> Any:
+        scope = current_scope()
+        if scope is not None:
+            # Weighted before the backward pass, not after: float16 must overflow where one process
+            # would, whose gradients are those of the whole batch's mean.
+            scope.weighted.add(id(self))
+            if not (isinstance(scope.share, float) and scope.share == 1.0):
+                loss = loss * tf.cast(scope.share, loss.dtype)
+        return _originals[name](self, loss)
+
+    return scale_loss
+
+
 def mend() -> None:
-    """Puts raytf's versions of ten Keras functions in place, for this process. Idempotent."""
+    """Puts raytf's versions of a dozen Keras functions in place, for this process. Idempotent."""
     if _originals:
         return
     check_keras_version()
@@ -331,9 +236,12 @@ def mend() -> None:
         "apply_mask": (keras_loss, "apply_mask", _apply_mask),
         "mean_update_state": (reduction_metrics.Mean, "update_state", _mean_update_state),
         "next_seed": (seed_generator.SeedGenerator, "next", _next_seed),
+        "global_generator": (seed_generator, "global_seed_generator", _global_seed_generator),
         "moments_sync": (keras_nn, "_compute_moments_sync", _moments_sync),
         "apply": (BaseOptimizer, "apply", _intercept_apply("apply")),
         "loss_scale_apply": (LossScaleOptimizer, "apply", _intercept_apply("loss_scale_apply")),
+        "scale": (BaseOptimizer, "scale_loss", _intercept_scale_loss("scale")),
+        "loss_scale": (LossScaleOptimizer, "scale_loss", _intercept_scale_loss("loss_scale")),
         "multi_apply": (MultiOptimizer, "apply", _intercept_apply("multi_apply")),
     }
     for key, (owner, attribute, replacement) in patches.items():
@@ -413,7 +321,7 @@ def layers(model: Any) -> list[Any]:
 def build_layers(model: Any, x: Any) -> None:
     """Creates the weights of a model that has none yet, from a batch of specs."""
     if not all(layer.built for layer in layers(model)):
-        keras.src.backend.compute_output_spec(model, x, training=False)
+        backend.compute_output_spec(model, x, training=False)
 
 
 def settable_learning_rate(optimizer: Any) -> Any:
@@ -428,10 +336,6 @@ def build_step_state(model: Any, batch: Any) -> None:
     start.
     """
     model._symbolic_build(data_batch=batch)
-
-
-def is_keras_train_step(model: Any) -> bool:
-    return type(model).train_step is keras.Model.train_step
 
 
 def reset_names() -> None:

@@ -118,7 +118,7 @@ class _Steps:
         self.model = model
         self.strategy = strategy
         self.reducer = Reducer(strategy, bytes_per_pack)
-        self.counter = tf.Variable(0, dtype=tf.int64, trainable=False, name="raytf_step")
+        self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="raytf_step")
 
     def train(self, data: Any, share: Any) -> None:
         self._run(self.model.train_step, data, share)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytf.worker.callbacks import Agreement
-from raytf.worker.feeding import Executions
+from raytf.worker.feeding import Execution, Executions
 
 __all__ = ["Loop"]
 
@@ -78,7 +78,7 @@ class Loop:
             for execution in self.training.epoch(epoch):
                 if self.batch_hooks:
                     self.callbacks.on_train_batch_begin(execution.first)
-                execution.run()
+                self._run(execution)
                 steps, rows = execution.last + 1, rows + execution.rows
                 self.total_step += execution.last - execution.first + 1
                 if self.batch_hooks:
@@ -107,13 +107,20 @@ class Loop:
         for execution in data.epoch(0):
             if self.batch_hooks:
                 self.callbacks.on_test_batch_begin(execution.first)
-            execution.run()
+            self._run(execution)
             if self.batch_hooks:
                 self.callbacks.on_test_batch_end(execution.last, self.read_logs("test"))
         logs = self.read_logs("test")
         self.callbacks.on_test_end(dict(logs))
         self._tell(kind="phase", phase="training")
         return logs
+
+    def _run(self, execution: Execution) -> None:
+        try:
+            execution.run()
+        except Exception as error:
+            error.raytf_step = self.total_step  # type: ignore[attr-defined]  # for the report of it
+            raise
 
     def _agree(self) -> None:
         """Makes rank 0's decisions everyone's. Without callbacks there is nobody to decide
@@ -136,7 +143,7 @@ class Loop:
         self._tell(
             kind="step",
             epoch=epoch,
-            step=steps,
+            step=steps - 1,
             total_step=self.total_step,
             logs=self.peek_logs("train"),
             examples_per_s=rate,

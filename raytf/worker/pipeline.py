@@ -7,6 +7,7 @@ that reading goes on over the end of an epoch), the smaller last batch of each e
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,6 @@ def pack(x: Any, y: Any, sample_weight: Any) -> Any:
 
 def count_parameters(function: Callable[..., Any]) -> int:
     """Number of positional parameters; decides whether a transform wants the per-sample key."""
-    import inspect
-
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in kinds for p in inspect.signature(function).parameters.values())
 
@@ -157,7 +156,8 @@ class Feed:
         dataset = dataset.map(plain(self._read), num_parallel_calls=2, deterministic=True)
         if self._transform is not None:
             dataset = dataset.unbatch().map(self._augment, num_parallel_calls=2, deterministic=True)
-            self._check_pair(dataset.element_spec["pair"])
+            spec: Any = dataset.element_spec
+            self._check_pair(spec["pair"])
             dataset = dataset.map(plain(self._unpair)).batch(part.rows, drop_remainder=True)
         dataset = dataset.map(plain(self._finish))
         options = tf.data.Options()

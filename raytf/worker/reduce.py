@@ -57,6 +57,11 @@ class Reducer:
         # identity: an argument of a tf.function has no device, and the reduction looks for one.
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensor), self._options)
 
+    def sum_slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The ranks' slices one after the other, which as IndexedSlices is their sum."""
+        replica = tf.distribute.get_replica_context()
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, slices, self._options)
+
     def sum_all(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sums over ranks; none is usable before all have arrived (all or nothing).
 

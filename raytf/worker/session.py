@@ -92,7 +92,7 @@ def make_feed(spec: TrainSpec, links: Links, engine: Engine, data: Any, for_trai
             "class_weight": spec.class_weight,
         }
     return Feed(
-        as_source(data, "data"),
+        data,
         global_batch_size=spec.global_batch_size,
         num_workers=links.num_workers,
         rank=links.rank,
@@ -116,7 +116,8 @@ def predict(job: Job, links: Links, engine: Engine) -> None:
             "factory "
             "has none."
         )
-    feed = make_feed(spec, links, engine, spec.train_data, for_training=False)
+    source = as_source(spec.train_data, "data")
+    feed = make_feed(spec, links, engine, source, for_training=False)
     model = engine.build_for_inference(spec, feed.spec())
     export.read_weights(model, *_weights(job))
     function = tf.function(model.predict_step)
@@ -167,13 +168,16 @@ class Trainee:
         self.links = links
         self.strategy = strategy
         self.engine = engine
-        train_spec = self._element_spec(spec.train_data, for_training=True)
-        self.model = engine.build(spec, links, strategy, train_spec)
+        self._training = self._data(spec.train_data, for_training=True)
+        self.model = engine.build(spec, links, strategy, self._element_spec())
         self.steps = engine.steps(self.model, strategy, links.rank, spec)
         self.agreement = Agreement(strategy, links.rank, self.steps.reducer.sum)
 
-    def _feed(self, data: Any, for_training: bool) -> Feed:
-        return make_feed(self.spec, self.links, self.engine, data, for_training)
+    def _data(self, data: Any, for_training: bool) -> Any:
+        """A feed of this rank's parts, or the user's factory as it is."""
+        if is_factory(data):
+            return data
+        return make_feed(self.spec, self.links, self.engine, as_source(data, "data"), for_training)
 
     def _dataset(self, factory: Any, epoch: int) -> tf.data.Dataset:
         spec, links = self.spec, self.links
@@ -194,20 +198,19 @@ class Trainee:
             )
         return dataset
 
-    def _element_spec(self, data: Any, for_training: bool) -> Any:
-        if is_factory(data):
-            spec = self._dataset(data, 0).element_spec
-            return spec if isinstance(spec, tuple) else (spec,)
-        return self._feed(data, for_training).spec()
+    def _element_spec(self) -> Any:
+        if isinstance(self._training, Feed):
+            return self._training.spec()
+        spec = self._dataset(self._training, 0).element_spec
+        return spec if isinstance(spec, tuple) else (spec,)
 
-    def _executions(self, data: Any, step: Any, for_training: bool) -> Executions:
-        if is_factory(data):
-            return FactoryExecutions(
-                lambda epoch: self._dataset(data, epoch), step, self.agreement, self.links
-            )
-        feed = self._feed(data, for_training)
-        per_call = self.engine.steps_per_execution(self.model)
-        return SourceExecutions(feed, Executor(step), per_call, endless=for_training)
+    def _executions(self, data: Any, step: Any, endless: bool) -> Executions:
+        if isinstance(data, Feed):
+            per_call = self.engine.steps_per_execution(self.model)
+            return SourceExecutions(data, Executor(step), per_call, endless=endless)
+        return FactoryExecutions(
+            lambda epoch: self._dataset(data, epoch), step, self.agreement, self.links
+        )
 
     def _loop(
         self, validation: Any, callbacks: Any, given: list[Any], training: Any = None
@@ -241,11 +244,13 @@ class Trainee:
     def train(self) -> dict[str, Any]:
         """Trains; every rank returns the same."""
         spec = self.spec
-        training = self._executions(spec.train_data, self.steps.train, for_training=True)
+        training = self._executions(self._training, self.steps.train, endless=True)
         validation = (
             None
             if spec.validation_data is None
-            else self._executions(spec.validation_data, self.steps.test, for_training=False)
+            else self._executions(
+                self._data(spec.validation_data, for_training=False), self.steps.test, endless=False
+            )
         )
         callback_rules.save_on_chief_only(self.model, self.links.is_chief, self.engine.saves_alone)
         callbacks, given = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
@@ -266,6 +271,8 @@ class Trainee:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluates `spec.train_data`; every rank returns the same."""
-        data = self._executions(self.spec.train_data, self.steps.test, for_training=False)
+        data = self._executions(
+            self._data(self.spec.train_data, for_training=False), self.steps.test, endless=False
+        )
         callbacks, given = self._callbacks(None, 1, data.steps_per_epoch)
         return {"metrics": self._loop(data, callbacks, given).evaluate(data)}

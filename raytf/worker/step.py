@@ -20,6 +20,7 @@ import tensorflow as tf
 from raytf.errors import ConfigError
 from raytf.worker import keras_compat
 from raytf.worker.reduce import Reducer
+from raytf.worker.scope import ReadAfterApply, StepScope
 
 __all__ = ["Steps"]
 
@@ -45,7 +46,7 @@ class Steps:
         self.strategy = strategy
         self.rank = rank
         self.reducer = Reducer(strategy, bytes_per_pack)
-        self.counter = tf.Variable(0, dtype=tf.int64, trainable=False, name="raytf_step")
+        self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="raytf_step")
         # What the model's own train_step or test_step returns besides metrics, from the last step;
         # by kind of step.
         self._raw: dict[tuple[str, str], tf.Variable] = {}
@@ -53,6 +54,7 @@ class Steps:
         # Keras's own train_step reads nothing after `apply`; a user's may, and tracing finds out.
         self._defer_apply = True
         self._named: set[str] = set()
+        self._scope: Any = None  # of the step being traced
 
     def logs(self, kind: str) -> dict[str, float]:
         """Metrics over the steps since their reset, and the last step's other numbers: what Keras
@@ -75,7 +77,7 @@ class Steps:
         """One training step on this rank's part of a batch; called inside a tf.function."""
         try:
             self._run("train", data, share)
-        except keras_compat.ReadAfterApply as read:
+        except ReadAfterApply as read:
             logger.warning(
                 "train_step of %s reads %s after the optimizer's update; updates are therefore "
                 "made at once, and a "
@@ -95,8 +97,9 @@ class Steps:
 
         @tf.autograph.experimental.do_not_convert
         def replica(batch: Any) -> None:
-            scope = keras_compat.StepScope(
+            scope = StepScope(
                 self.rank,
+                self.reducer.num_ranks,
                 share,
                 self.reducer.sum,
                 None if self._defer_apply else self._apply_now,
@@ -136,8 +139,8 @@ class Steps:
     def _commit(self, kind: str, scope: Any, raw: dict[str, tf.Tensor]) -> None:
         reduce = _Round(scope, self.reducer)
         grads = [
-            reduce.gradients(g, v)
-            for _, gs, vs in scope.applies
+            reduce.gradients(g, optimizer, v)
+            for optimizer, gs, vs in scope.applies
             for g, v in zip(gs, vs, strict=True)
         ]
         news = [reduce.update(variable, value) for variable, value in scope.updates.values()]
@@ -160,7 +163,7 @@ class Steps:
     def _apply_now(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         scope = self._scope
         reduce = _Round(scope, self.reducer)
-        reduced = [reduce.gradients(g, v) for g, v in zip(grads, variables, strict=True)]
+        reduced = [reduce.gradients(g, optimizer, v) for g, v in zip(grads, variables, strict=True)]
         reduce.close()
         with scope.suspended(), tf.control_dependencies(reduce.arrived), keras_compat.one_process():
             optimizer.apply([g() for g in reduced], variables)
@@ -168,7 +171,9 @@ class Steps:
     def _raw_log(self, kind: str, name: str) -> tf.Variable:
         if (kind, name) not in self._raw:
             with tf.init_scope():
-                self._raw[kind, name] = tf.Variable(0.0, trainable=False, name=f"raytf_log_{name}")
+                self._raw[kind, name] = tf.Variable(
+                    tf.constant(0.0), trainable=False, name=f"raytf_log_{name}"
+                )
         return self._raw[kind, name]
 
     def _name_foreign_variables(self, graph: Any) -> None:
@@ -204,6 +209,7 @@ class _Round:
         self.arrived: list[tf.Tensor] = []
         self._sent: list[tf.Tensor] = []
         self._sums: list[tf.Tensor] = []
+        self._slices: list[tf.IndexedSlices] = []
 
     def _send(self, value: tf.Tensor) -> Callable[[], tf.Tensor]:
         index = len(self._sent)
@@ -212,21 +218,44 @@ class _Round:
 
     def close(self) -> None:
         self._sums = self.reducer.sum_all(self._sent)
-        self.arrived = [] if self.alone else self._sums
+        self._slices = [self.reducer.sum_slices(slices) for slices in self._slices]
+        self.arrived = [] if self.alone else [*self._sums, *(s.values for s in self._slices)]
 
     def _weigh(self, value: tf.Tensor) -> tf.Tensor:
         # A stand-in row may have given NaN; 0 * NaN would spread it.
-        if self.scope.has_no_rows():
-            return tf.zeros_like(value)
-        return value * tf.cast(self.scope.share, value.dtype)
+        return self._mask(value) * tf.cast(self.scope.share, value.dtype)
 
-    def gradients(self, grad: Any, variable: Any) -> Callable[[], Any]:
+    def gradients(self, grad: Any, optimizer: Any, variable: Any) -> Callable[[], Any]:
+        """The sum over ranks of a gradient, dense or IndexedSlices as it came.
+
+        Keras's optimizers square IndexedSlices entry by entry, repeated rows too, so the entries
+        must survive: what one process would have is all ranks' entries one after the other.
+        """
         if grad is None or self.alone:
             return lambda: grad
-        if isinstance(grad, tf.IndexedSlices):
-            grad = tf.convert_to_tensor(grad)
-        grad = tf.ensure_shape(grad, variable.shape)
-        return self._send(self._weigh(grad))
+        weigh = self._mask if id(optimizer) in self.scope.weighted else self._weigh
+        if not isinstance(grad, tf.IndexedSlices):
+            return self._send(weigh(tf.ensure_shape(grad, variable.shape)))
+        values, indices = weigh(grad.values), grad.indices
+        exact_in_float32 = variable.shape[0] < 2**24
+        if self.scope.is_even() and values.shape.is_fully_defined() and exact_in_float32:
+            # Equal numbers of entries: each rank fills its own place in a sum, which needs no
+            # collective of its own.
+            sent = self._send(self._place(values))
+            named = self._send(self._place(tf.cast(indices, tf.float32)))
+            dtype = indices.dtype
+            return lambda: tf.IndexedSlices(sent(), tf.cast(named(), dtype), grad.dense_shape)
+        index = len(self._slices)
+        self._slices.append(tf.IndexedSlices(values, indices, grad.dense_shape))
+        return lambda: self._slices[index]
+
+    def _place(self, value: tf.Tensor) -> tf.Tensor:
+        size, ranks, rank = value.shape[0], self.reducer.num_ranks, self.scope.rank
+        around = [[size * rank, size * (ranks - 1 - rank)]]
+        return tf.pad(value, around + [[0, 0]] * (value.shape.rank - 1))
+
+    def _mask(self, value: tf.Tensor) -> tf.Tensor:
+        return tf.zeros_like(value) if self.scope.has_no_rows() else value
 
     def mean(self, value: tf.Tensor) -> Callable[[], tf.Tensor]:
         if self.alone:
@@ -246,8 +275,7 @@ class _Round:
         dtype = new.dtype
         if variable.aggregation == "sum":
             old = tf.convert_to_tensor(variable._value)
-            delta = tf.zeros_like(new) if self.scope.has_no_rows() else new - old
-            total = self._send(delta)
+            total = self._send(self._mask(new - old))
             return lambda: old + total()
         if variable.aggregation in ("mean", "none") and dtype.is_floating:
             return self._send(self._weigh(new))

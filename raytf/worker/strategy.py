@@ -19,7 +19,7 @@ from raytf.config import CommunicationConfig
 from raytf.errors import StartupError
 from raytf.worker.links import Formation, Links
 
-__all__ = ["configure", "form_strategy", "host_port", "reserve_port"]
+__all__ = ["configure", "form_strategy", "reserve_port"]
 
 logger = logging.getLogger("raytf")
 
@@ -51,11 +51,6 @@ def configure(num_cpus: float, num_gpus: float, deterministic: bool) -> int:
         # unless asked.
         tf.config.experimental.enable_op_determinism()
     return threads
-
-
-def host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @contextlib.contextmanager
@@ -103,7 +98,7 @@ def form_strategy(
     """
     for attempt in range(1, communication.max_port_attempts + 1):
         with reserve(links.host) as port:
-            formation = links.join(host_port(links.host, port), attempt)
+            formation = links.join(links.address(port), attempt)
             if not links.hold(formation.generation, port_problem(port, links.host)):
                 logger.info("rank %d: a port was taken, joining again", links.rank)
                 continue

@@ -26,7 +26,7 @@ class Case:
     Attributes:
         build: `build(keras) -> compiled model`.
         data: `data(rng) -> (x, y, sample_weight)`.
-        batch: global batch size; with 29 rows and 8, the last batch of each epoch has 5.
+        batch: global batch size; 24 rows make 3 batches of 8, and 29 a last one of 5.
         tolerance: (relative, absolute) per tensor, against one process.
         loss_only_after: steps after which only the loss is compared (sign-taking optimizers).
         equal_to_one_process: False where several workers differ by nature; ranks must be equal all
@@ -44,53 +44,54 @@ class Case:
     validate: bool = False
 
 
-ROWS = 29
+ROWS = 24
+UNEVEN = 29
 
 
-def table(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    return rng.normal(size=(ROWS, 6)).astype("float32"), rng.integers(0, 3, ROWS), None
+def table(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    return rng.normal(size=(n, 6)).astype("float32"), rng.integers(0, 3, n), None
 
 
-def weighted_table(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    x, y, _ = table(rng)
-    return x, y, rng.uniform(0.1, 3.0, ROWS).astype("float32")
+def weighted_table(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    x, y, _ = table(rng, n)
+    return x, y, rng.uniform(0.1, 3.0, n).astype("float32")
 
 
-def images(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    return rng.normal(size=(ROWS, 8, 8, 2)).astype("float32"), rng.integers(0, 3, ROWS), None
+def images(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    return rng.normal(size=(n, 8, 8, 2)).astype("float32"), rng.integers(0, 3, n), None
 
 
-def series(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    return rng.normal(size=(ROWS, 5, 4)).astype("float32"), rng.integers(0, 3, ROWS), None
+def series(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    return rng.normal(size=(n, 5, 4)).astype("float32"), rng.integers(0, 3, n), None
 
 
-def words(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    return rng.integers(0, 12, (ROWS, 6)), rng.integers(0, 3, ROWS), None
+def words(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    return rng.integers(0, 12, (n, 6)), rng.integers(0, 3, n), None
 
 
-def padded_words(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    x = rng.integers(1, 12, (ROWS, 6))
-    x[np.arange(6) >= rng.integers(1, 7, (ROWS, 1))] = 0
-    return x, rng.integers(0, 3, (ROWS, 6)), None
+def rare_words(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    return rng.integers(0, 200, (n, 6)), rng.integers(0, 3, n), None
 
 
-def binary(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    x, _, _ = table(rng)
+def padded_words(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    x = rng.integers(1, 12, (n, 6))
+    x[np.arange(6) >= rng.integers(1, 7, (n, 1))] = 0
+    return x, rng.integers(0, 3, (n, 6)), None
+
+
+def binary(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    x, _, _ = table(rng, n)
     return x, (x[:, :1] > 0).astype("float32"), None
 
 
-def two_outputs(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    x, y, _ = table(rng)
-    value = rng.normal(size=(ROWS, 1)).astype("float32")
+def two_outputs(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    x, y, _ = table(rng, n)
+    value = rng.normal(size=(n, 1)).astype("float32")
     return {"a": x, "b": x[:, :3].copy()}, {"kind": y, "value": value}, None
 
 
 def rows(number: int, make: Callable[..., Any] = table) -> Callable[..., Any]:
-    def cut(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-        x, y, weight = make(rng)
-        return x[:number], y[:number], None if weight is None else weight[:number]
-
-    return cut
+    return lambda rng: make(rng, number)
 
 
 def classifier(
@@ -259,18 +260,23 @@ def mixed(policy: str) -> Callable[[Any], Any]:
 
 
 def overflowing(keras: Any) -> Any:
-    """Its first steps overflow float16 and must be skipped, by all ranks together, with the scale
-    halved.
-    """
+    """One row of each epoch overflows float16: all ranks skip that step, with the scale halved."""
     before = keras.mixed_precision.global_policy()
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         optimizer = keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.Adam(1e-2), initial_scale=2.0**22, dynamic_growth_steps=3
+            keras.optimizers.Adam(1e-2), initial_scale=2.0**10, dynamic_growth_steps=4
         )
         return classifier(dense, optimizer=lambda k: optimizer)(keras)
     finally:
         keras.mixed_precision.set_global_policy(before)
+
+
+def one_huge_weight(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    x, y, _ = table(rng, n)
+    weight = np.ones(n, "float32")
+    weight[3] = 1e7  # far beyond float16 in any part of the batch, not at its edge
+    return x, y, weight
 
 
 def frozen(keras: Any) -> Any:
@@ -314,16 +320,18 @@ def _scalar_metric(keras: Any) -> list[Any]:
 
 
 CASES: dict[str, Case] = {
-    "dense": Case(validate=True, build=classifier(dense), data=table),
+    "dense": Case(validate=True, build=classifier(dense), data=rows(UNEVEN, table)),
     "conv2d": Case(
         build=classifier(
             lambda k: k.layers.Conv2D(4, 3, activation="relu"),
             lambda k: k.layers.Flatten(),
             shape=(8, 8, 2),
         ),
-        data=images,
+        data=rows(UNEVEN, images),
     ),
-    "lstm": Case(build=classifier(lambda k: k.layers.LSTM(5), shape=(5, 4)), data=series),
+    "lstm": Case(
+        build=classifier(lambda k: k.layers.LSTM(5), shape=(5, 4)), data=rows(UNEVEN, series)
+    ),
     "attention": Case(build=attention, data=series),
     "embedding_adam": Case(
         build=classifier(
@@ -332,7 +340,7 @@ CASES: dict[str, Case] = {
             shape=(6,),
             dtype="int32",
         ),
-        data=words,
+        data=rows(UNEVEN, words),
     ),
     "embedding_sgd": Case(
         build=classifier(
@@ -343,26 +351,44 @@ CASES: dict[str, Case] = {
         ),
         data=words,
     ),
-    "masked_sequence": Case(validate=True, build=masked, data=padded_words),
-    "batchnorm": Case(
-        validate=True, build=classifier(dense, _norm(False)), data=table, equal_to_one_process=False
+    "embedding_of_many_rows": Case(
+        build=classifier(
+            lambda k: k.layers.Embedding(5000, 4), lambda k: k.layers.Flatten(), dtype="int32"
+        ),
+        data=rare_words,
     ),
-    "batchnorm_synchronized": Case(build=classifier(dense, _norm(True)), data=table),
+    "embedding_of_untouched_rows": Case(
+        build=classifier(
+            lambda k: k.layers.Embedding(200, 4), lambda k: k.layers.Flatten(), dtype="int32"
+        ),
+        data=rare_words,
+        batch=16,
+    ),
+    "masked_sequence": Case(validate=True, build=masked, data=rows(UNEVEN, padded_words)),
+    "batchnorm": Case(
+        validate=True,
+        build=classifier(dense, _norm(False)),
+        data=rows(UNEVEN, table),
+        equal_to_one_process=False,
+    ),
+    "batchnorm_synchronized": Case(build=classifier(dense, _norm(True)), data=rows(UNEVEN, table)),
     "dropout": Case(
         build=classifier(dense, lambda k: k.layers.Dropout(0.4)),
-        data=table,
+        data=rows(UNEVEN, table),
         equal_to_one_process=False,
     ),
     "l2": Case(
         build=classifier(lambda k: k.layers.Dense(8, kernel_regularizer=k.regularizers.L2(0.05))),
         data=table,
     ),
-    "functional_two_outputs": Case(validate=True, build=functional, data=two_outputs),
+    "functional_two_outputs": Case(validate=True, build=functional, data=rows(UNEVEN, two_outputs)),
     "subclassed": Case(build=subclassed, data=table),
     "own_train_step": Case(
-        validate=True, build=lambda k: subclassed(k, own_train_step), data=table
+        validate=True, build=lambda k: subclassed(k, own_train_step), data=rows(UNEVEN, table)
     ),
-    "plain_train_step": Case(build=lambda k: subclassed(k, plain_train_step), data=table),
+    "plain_train_step": Case(
+        build=lambda k: subclassed(k, plain_train_step), data=rows(UNEVEN, table)
+    ),
     "reads_after_update": Case(build=two_updates, data=table),
     "sample_weight": Case(validate=True, build=classifier(dense), data=weighted_table),
     "weighted_metrics": Case(
@@ -370,24 +396,26 @@ CASES: dict[str, Case] = {
     ),
     "class_weight": Case(build=classifier(dense), data=table, class_weight={0: 0.3, 2: 2.0}),
     "mean_with_sample_weight": Case(
-        build=classifier(dense, loss=_loss("mean_with_sample_weight")), data=weighted_table
+        build=classifier(dense, loss=_loss("mean_with_sample_weight")),
+        data=rows(UNEVEN, weighted_table),
     ),
     "sum_reduction": Case(
-        build=classifier(dense, loss=_loss("sum"), optimizer=_opt("SGD", 0.01)), data=table
+        build=classifier(dense, loss=_loss("sum"), optimizer=_opt("SGD", 0.01)),
+        data=rows(UNEVEN, table),
     ),
-    "auc": Case(validate=True, build=lambda k: _binary(k), data=binary),
+    "auc": Case(validate=True, build=lambda k: _binary(k), data=rows(UNEVEN, binary)),
     "top_k": Case(
         build=classifier(dense, metrics=lambda k: [k.metrics.SparseTopKCategoricalAccuracy(2)]),
         data=table,
     ),
     "scalar_metric": Case(
-        validate=True, build=classifier(dense, metrics=_scalar_metric), data=table
+        validate=True, build=classifier(dense, metrics=_scalar_metric), data=rows(UNEVEN, table)
     ),
     "adamw_cosine": Case(build=classifier(dense, optimizer=_cosine), data=table),
     "sgd_momentum": Case(
         build=classifier(dense, optimizer=_opt("SGD", 0.1, momentum=0.9, nesterov=True)), data=table
     ),
-    "lion": Case(build=classifier(dense, optimizer=_opt("Lion", 1e-3)), data=rows(24), epochs=1),
+    "lion": Case(build=classifier(dense, optimizer=_opt("Lion", 1e-3)), data=table, epochs=1),
     "lion_longer": Case(
         build=classifier(dense, optimizer=_opt("Lion", 1e-3)),
         data=table,
@@ -417,7 +445,7 @@ CASES: dict[str, Case] = {
     ),
     "accumulation": Case(
         build=classifier(dense, optimizer=_opt("Adam", 1e-2, gradient_accumulation_steps=3)),
-        data=table,
+        data=rows(UNEVEN, table),
     ),
     "accumulation_clip": Case(
         build=classifier(
@@ -431,10 +459,12 @@ CASES: dict[str, Case] = {
     ),
     "mixed_bfloat16": Case(build=mixed("mixed_bfloat16"), data=rows(20), tolerance=HALF, batch=4),
     "mixed_float16": Case(build=mixed("mixed_float16"), data=rows(20), tolerance=HALF, batch=4),
-    "float16_overflow": Case(build=overflowing, data=rows(20), tolerance=HALF, batch=4),
+    "float16_overflow": Case(
+        build=overflowing, data=rows(20, one_huge_weight), tolerance=HALF, batch=4
+    ),
     "steps_per_execution": Case(build=classifier(dense, steps_per_execution=2), data=table),
     "steps_per_execution_many": Case(
-        validate=True, build=classifier(dense, steps_per_execution=10), data=table
+        validate=True, build=classifier(dense, steps_per_execution=10), data=rows(UNEVEN, table)
     ),
     "frozen": Case(build=frozen, data=table),
     "multi_optimizer": Case(build=multi_optimizer, data=table),

@@ -10,7 +10,7 @@ import pytest
 
 from raytf.config import CommunicationConfig
 from raytf.errors import StartupError
-from raytf.worker import strategy
+from raytf.worker import links, strategy
 from raytf.worker.links import Formation
 from tests.worker.group import loopback_links
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.tf
 
 
 def test_ipv6_hosts_get_brackets() -> None:
-    assert strategy.host_port("fe80::1", 80) == "[fe80::1]:80"
-    assert strategy.host_port("10.0.0.1", 80) == "10.0.0.1:80"
+    assert links.host_port("fe80::1", 80) == "[fe80::1]:80"
+    assert links.host_port("10.0.0.1", 80) == "10.0.0.1:80"
 
 
 def test_a_reserved_port_is_nobody_elses() -> None:
