@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -81,3 +84,77 @@ def test_ports_that_are_always_taken_end_in_an_error(monkeypatch: pytest.MonkeyP
     links = loopback_links(1, ("a", "b"), hold=lambda generation, error: False)
     with pytest.raises(StartupError, match="rank 1 found no usable port in 2 attempts"):
         strategy.form_strategy(links, CommunicationConfig(max_port_attempts=2))
+
+
+class FakeConfig:
+    """Stands for tf.config: there is no GPU here."""
+
+    def __init__(self, gpus: list[str]) -> None:
+        self.gpus = gpus
+        self.calls: list[tuple[Any, ...]] = []
+        self.threading = self
+        self.experimental = self
+
+    def list_physical_devices(self, kind: str) -> list[str]:
+        return self.gpus
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *args))
+
+
+def configured(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *args: Any) -> Any:
+    fake = FakeConfig(gpus)
+    monkeypatch.setattr(strategy.tf, "config", fake)
+    threads = strategy.configure(*args)
+    return threads, fake.calls
+
+
+def test_threads_follow_the_cpu_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, calls = configured(monkeypatch, [], 3.0, 0, True)
+    assert threads == 3
+    assert ("set_intra_op_parallelism_threads", 3) in calls
+    assert configured(monkeypatch, [], 0.5, 0, True)[0] == 1
+
+
+def test_a_cpu_worker_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, calls = configured(monkeypatch, ["gpu0"], 1, 0, True)
+    assert ("set_visible_devices", [], "GPU") in calls
+    assert not any(name == "set_memory_growth" for name, *_ in calls)
+
+
+def test_a_gpu_grows_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, calls = configured(monkeypatch, ["gpu0", "gpu1"], 1, 2, True)
+    assert ("set_memory_growth", "gpu0", True) in calls
+    assert ("set_memory_growth", "gpu1", True) in calls
+    assert ("enable_op_determinism",) in calls
+    assert ("enable_op_determinism",) not in configured(monkeypatch, ["g"], 1, 1, False)[1]
+
+
+def test_a_gpu_that_tensorflow_cannot_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match="TensorFlow .* sees none"):
+        configured(monkeypatch, [], 1, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_gpus", "expected"),
+    [("auto", 0, "RING"), ("auto", 1, "NCCL"), ("ring", 1, "RING"), ("nccl", 0, "NCCL")],
+)
+def test_collectives_are_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, given: Any, num_gpus: int, expected: str
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        strategy.tf.distribute,
+        "MultiWorkerMirroredStrategy",
+        lambda communication_options: made.append(communication_options),
+    )
+    monkeypatch.setenv("TF_CONFIG", "")
+    seat = loopback_links(1, ("a:1", "b:2"), num_gpus=float(num_gpus))
+    config = CommunicationConfig(implementation=given, bytes_per_pack=77, timeout_s=5)
+    strategy._strategy(Formation(generation=1, addresses=("a:1", "b:2")), seat, config)
+    assert made[0].implementation.name == expected
+    assert (made[0].bytes_per_pack, made[0].timeout_seconds) == (77, 5)
+    assert json.loads(os.environ["TF_CONFIG"]) == {
+        "cluster": {"worker": ["a:1", "b:2"]},
+        "task": {"type": "worker", "index": 1},
+    }
