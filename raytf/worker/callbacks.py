@@ -95,21 +95,26 @@ def wants_batches(keras: Any, callbacks: list[Any]) -> bool:
     """Whether any of these callbacks listens between the steps of an epoch; if none does, nothing
     is read for it.
     """
-    base = keras.callbacks.Callback
-    return any(
-        getattr(type(callback), hook) is not getattr(base, hook)
-        for callback in callbacks
-        if getattr(callback, "save_freq", None)
-        != "epoch"  # ModelCheckpoint's hook does nothing then
-        for hook in _BATCH_HOOKS + _TEST_HOOKS
-    )
+    hooks = _BATCH_HOOKS + _TEST_HOOKS
+    silent = [getattr(keras.callbacks.Callback, hook) for hook in hooks]
+    saver = keras.callbacks.ModelCheckpoint
+
+    def listens(callback: Any, hook: str) -> bool:
+        # Asked of the instance: LambdaCallback sets its hooks there.
+        bound = getattr(callback, hook)
+        function = getattr(bound, "__func__", bound)
+        if function is getattr(saver, hook) and getattr(callback, "save_freq", None) == "epoch":
+            return False  # it does nothing then
+        return function not in silent
+
+    return any(listens(callback, hook) for callback in callbacks for hook in hooks)
 
 
-def save_on_chief_only(model: Any, is_chief: bool, saves_alone: bool) -> None:
+def save_on_chief_only(parts: list[Any], is_chief: bool, saves_alone: bool) -> None:
     """Makes `model.save` and its kind leave one copy, rank 0's, wherever they are called.
 
     Args:
-        model: the Keras model.
+        parts: the Keras model and the models in it.
         is_chief: whether this is rank 0.
         saves_alone: whether a save on one rank waits for nobody. If not, other ranks save as well,
             into a directory that is then removed.
@@ -128,9 +133,10 @@ def save_on_chief_only(model: Any, is_chief: bool, saves_alone: bool) -> None:
 
         return save
 
-    for name in ("save", "save_weights", "export"):
-        if hasattr(model, name):
-            object.__setattr__(model, name, replaced(name, getattr(model, name)))
+    for model in parts:
+        for name in ("save", "save_weights", "export"):
+            if hasattr(model, name):
+                object.__setattr__(model, name, replaced(name, getattr(model, name)))
 
 
 class Agreement:

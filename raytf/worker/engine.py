@@ -49,6 +49,10 @@ class Engine(Protocol):
         """What `model.fit` does at its very end (averaged weights)."""
         ...
 
+    def models(self, model: Any) -> list[Any]:
+        """The model and the models in it."""
+        ...
+
     def host_model(self, model: Any) -> Any:
         """The model for rank 0 to save alone; called on all ranks."""
         ...
@@ -103,6 +107,9 @@ class KerasEngine:
 
     def finish(self, model: Any) -> None:
         model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def models(self, model: Any) -> list[Any]:
+        return self._compat.models(model)
 
     def host_model(self, model: Any) -> Any:
         return model  # its variables are local

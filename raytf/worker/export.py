@@ -9,6 +9,7 @@ rest is whole
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import tempfile
@@ -22,11 +23,15 @@ from raytf.errors import ConfigError, NotFoundError
 
 __all__ = ["export", "load_model", "read_weights", "write"]
 
+logger = logging.getLogger("raytf")
+
 _INDEX = "final.json"
 _VERSION = 1
 
 
-def write(model: Any, fs: Any, path: str, result: Mapping[str, Any]) -> dict[str, Any]:
+def write(
+    model: Any, fs: Any, path: str, result: Mapping[str, Any], inputs: Any = None
+) -> dict[str, Any]:
     """Writes a trained model, replacing an older one only when the new one is whole.
 
     Args:
@@ -34,6 +39,7 @@ def write(model: Any, fs: Any, path: str, result: Mapping[str, Any]) -> dict[str
         fs: fsspec filesystem.
         path: directory.
         result: plain data that goes into the index.
+        inputs: a batch of inputs as `tf.TensorSpec`s; with it a model can be built again.
 
     Returns:
         The index.
@@ -48,14 +54,40 @@ def write(model: Any, fs: Any, path: str, result: Mapping[str, Any]) -> dict[str
         "weights": weights,
         "legacy_keras": type(model).__module__.startswith("tf_keras"),
         "result": dict(result),
+        "inputs": _described(inputs),
     }
     index |= _write_keras_file(model, fs, path, token)
     fs.pipe_file(f"{path}/{_INDEX}", json.dumps(index, indent=1, default=repr).encode())
     kept = {weights, index.get("model"), _INDEX}
     for entry in before:
         if entry.rstrip("/").rsplit("/", 1)[-1] not in kept:
-            fs.rm(entry, recursive=True)
+            try:
+                fs.rm(entry, recursive=True)
+            except OSError as error:  # the new model is whole; an old file more does no harm
+                logger.warning("%s could not be deleted: %s", entry, error)
     return index
+
+
+def _described(spec: Any) -> Any:
+    """A structure of `tf.TensorSpec`s as JSON."""
+    if isinstance(spec, dict):
+        return {"dict": {key: _described(value) for key, value in spec.items()}}
+    if isinstance(spec, tuple | list):
+        return {"tuple": [_described(value) for value in spec]}
+    if spec is None:
+        return None
+    return {"shape": spec.shape.as_list(), "dtype": spec.dtype.name}
+
+
+def _zeros(described: Any) -> Any:
+    """A batch of one row of what `_described` says."""
+    import tensorflow as tf
+
+    if "dict" in described:
+        return {key: _zeros(value) for key, value in described["dict"].items()}
+    if "tuple" in described:
+        return tuple(_zeros(value) for value in described["tuple"])
+    return tf.zeros([1, *described["shape"][1:]], described["dtype"])
 
 
 def _write_keras_file(model: Any, fs: Any, path: str, token: str) -> dict[str, Any]:
@@ -146,7 +178,9 @@ def load_model(
         from raytf.worker.pipeline import count_parameters
 
         model = build_model(dict(config or {})) if count_parameters(build_model) else build_model()
-        if not model.built:
+        if not model.weights and index.get("inputs"):
+            model(_zeros(index["inputs"]))
+        if not model.weights:
             raise ConfigError(
                 "build_model gives a model without weights yet. Give it an input shape "
                 "(keras.Input) or call "
@@ -168,7 +202,14 @@ def load_model(
             import tf_keras as keras
         else:
             import keras
-        return keras.models.load_model(local)
+        try:
+            return keras.models.load_model(local)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Keras cannot rebuild this model: {error}\nGive build_model=, the function it was "
+                "trained with, or register its classes (keras.saving.register_keras_serializable).",
+                path=path,
+            ) from error
 
 
 def export(

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from raytf.errors import DataError
 from raytf.worker.callbacks import Agreement
-from raytf.worker.feeding import Execution
+from raytf.worker.feeding import Compiled, Execution
 from raytf.worker.links import Links
 
 __all__ = ["FactoryExecutions"]
@@ -42,8 +42,7 @@ class FactoryExecutions:
         self._agreement = agreement
         self._links = links
         self.steps_per_epoch: int | None = None
-        plain = tf.autograph.experimental.do_not_convert
-        self._step = tf.function(plain(step), reduce_retracing=True)
+        self._step = Compiled(step, reduce_retracing=True)
 
     def epoch(self, epoch: int) -> Iterator[Execution]:
         """Executions until every rank's dataset has ended.
@@ -64,7 +63,15 @@ class FactoryExecutions:
             rows = 0 if batch is None else int(tf.nest.flatten(batch)[0].shape[0])
             have = [0.0] * self._links.num_workers
             have[self._links.rank] = 0.0 if batch is None else 1.0
-            total, *having = self._agreement.sum([float(rows), *have]).tolist()
+            empty = float(batch is not None and rows == 0)
+            total, empties, *having = self._agreement.sum([float(rows), empty, *have]).tolist()
+            if empties:
+                raise DataError(
+                    f"the data factory gave a batch without rows in epoch {epoch} at step {steps}. "
+                    "Filter empty batches out of the dataset.",
+                    epoch=epoch,
+                    step=steps,
+                )
             if not any(having):
                 self._check_not_empty(steps, epoch)
                 return

@@ -14,8 +14,12 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from raytf.worker.pipeline import Feed
+from raytf.worker.scope import TraceAgain
 
-__all__ = ["Execution", "Executor", "Executions", "SourceExecutions"]
+__all__ = ["Execution", "Executor", "Executions", "SourceExecutions", "Compiled"]
+
+
+_MAX_TRACES = 10  # optimizers that an own train_step may still have to build, and one more
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,9 @@ class Executor:
     """
 
     def __init__(self, step: Callable[[Any, Any], Any]) -> None:
-        # autograph would rewrite Keras's code; Keras itself turns it off here too.
-        plain = tf.autograph.experimental.do_not_convert
-
-        @plain
         def one(iterator: Any, share: float) -> None:
             step(next(iterator), share)
 
-        @plain
         def several(iterator: Any, share: float, number: tf.Tensor) -> None:
             def body(i: tf.Tensor) -> tf.Tensor:
                 step(next(iterator), share)
@@ -65,14 +64,38 @@ class Executor:
             # parallel_iterations=1: a step reads what the one before wrote.
             tf.while_loop(lambda i: i < number, body, [tf.constant(0)], parallel_iterations=1)
 
-        self._one = tf.function(one)
-        self._several = tf.function(several)
+        self._one = Compiled(one)
+        self._several = Compiled(several)
 
     def __call__(self, iterator: Any, share: float, number: int) -> None:
         if number == 1:
             self._one(iterator, share)
         else:
             self._several(iterator, share, tf.constant(number))
+
+
+class Compiled:
+    """A tf.function that is traced anew when tracing finds that it has to (`TraceAgain`).
+
+    Args:
+        function: to compile; autograph leaves it alone, as in Keras.
+        **options: of `tf.function`.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._function = tf.autograph.experimental.do_not_convert(function)
+        self._options = options
+        self._compiled = tf.function(self._function, **options)
+
+    def __call__(self, *args: Any) -> Any:
+        for _ in range(_MAX_TRACES):
+            try:
+                return self._compiled(*args)
+            except TraceAgain as found:
+                # Nothing has run: tracing failed, and a tf.function does not get over that.
+                found.prepare()
+                self._compiled = tf.function(self._function, **self._options)
+        return self._compiled(*args)
 
 
 class SourceExecutions:

@@ -34,7 +34,7 @@ from tensorflow.python.distribute import distribute_lib
 
 from raytf.config import SUPPORTED_KERAS
 from raytf.errors import ConfigError
-from raytf.worker.scope import current_scope
+from raytf.worker.scope import OptimizerNotBuilt, current_scope
 
 __all__ = [
     "adopt_global_seed_generator",
@@ -42,9 +42,11 @@ __all__ = [
     "build_layers",
     "build_step_state",
     "check_keras_version",
+    "has_call",
     "layers",
     "localize",
     "mend",
+    "models",
     "one_process",
     "reset_names",
     "settable_learning_rate",
@@ -194,6 +196,15 @@ def _moments_sync(x: tf.Tensor, axes: Any, keepdims: bool) -> tuple[tf.Tensor, t
     return mean, variance
 
 
+def _batch_norm_moments(self: Any, inputs: Any, mask: Any) -> Any:
+    if current_scope() is not None and self.synchronized and mask is not None:
+        raise ConfigError(
+            f"layer {self.name!r}: Keras's BatchNormalization(synchronized=True) does not "
+            "synchronize inputs with a mask. Use synchronized=False, or remove the mask before it."
+        )
+    return _originals["batch_norm_moments"](self, inputs, mask)
+
+
 # --- Optimizers
 
 
@@ -205,7 +216,9 @@ def _intercept_apply(name: str) -> Callable[..., Any]:
         variables = (
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
-        return scope.apply(self, list(grads), list(variables))
+        if not self.built:
+            raise OptimizerNotBuilt(self, list(variables))
+        return scope.apply(self, _originals[name], list(grads), list(variables))
 
     return apply
 
@@ -237,6 +250,7 @@ def mend() -> None:
         "mean_update_state": (reduction_metrics.Mean, "update_state", _mean_update_state),
         "next_seed": (seed_generator.SeedGenerator, "next", _next_seed),
         "global_generator": (seed_generator, "global_seed_generator", _global_seed_generator),
+        "batch_norm_moments": (keras.layers.BatchNormalization, "_moments", _batch_norm_moments),
         "moments_sync": (keras_nn, "_compute_moments_sync", _moments_sync),
         "apply": (BaseOptimizer, "apply", _intercept_apply("apply")),
         "loss_scale_apply": (LossScaleOptimizer, "apply", _intercept_apply("loss_scale_apply")),
@@ -282,8 +296,9 @@ def localize(model: Any, strategy: tf.distribute.Strategy) -> list[Any]:
         variable._value = strategy.experimental_local_results(variable._value)[0]
     for optimizer in _optimizers(model):
         optimizer._distribution_strategy = tf.distribute.get_strategy()
-    # Callbacks that call model.predict or model.evaluate work on their own rank alone.
-    model._distribute_strategy = None
+    # Callbacks that call predict or evaluate, of a part of the model too, do so on their own rank.
+    for part in models(model):
+        part._distribute_strategy = None
     return containers
 
 
@@ -318,9 +333,32 @@ def layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
+def models(model: Any) -> list[Any]:
+    """The model and all models in it."""
+    return [layer for layer in layers(model) if isinstance(layer, keras.Model)]
+
+
+def has_call(model: Any) -> bool:
+    """Whether the model itself maps inputs to outputs; GANs and the like only have parts."""
+    return type(model).call is not keras.Model.call
+
+
 def build_layers(model: Any, x: Any) -> None:
-    """Creates the weights of a model that has none yet, from a batch of specs."""
-    if not all(layer.built for layer in layers(model)):
+    """Creates the weights of a model that has none yet, from a batch of specs.
+
+    Raises:
+        ConfigError: a model without `call` has parts without weights.
+    """
+    if not has_call(model):
+        unbuilt = [part.name for part in layers(model) if part is not model and not part.built]
+        if unbuilt:
+            raise ConfigError(
+                f"{type(model).__name__} has no call(), so its parts must have their weights when "
+                f"build_model returns it. Without weights: {', '.join(unbuilt)}. Give them a "
+                "keras.Input or call build()."
+            )
+        model.built = True
+    elif not all(layer.built for layer in layers(model)):
         backend.compute_output_spec(model, x, training=False)
 
 
@@ -335,7 +373,8 @@ def build_step_state(model: Any, batch: Any) -> None:
     """Creates metric, loss and optimizer state from a batch of specs, as `model.fit` does at its
     start.
     """
-    model._symbolic_build(data_batch=batch)
+    if has_call(model):
+        model._symbolic_build(data_batch=batch)
 
 
 def reset_names() -> None:

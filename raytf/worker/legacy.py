@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from raytf.errors import ConfigError
 from raytf.worker.links import Links
 from raytf.worker.pipeline import count_parameters
 from raytf.worker.reduce import Reducer
+from raytf.worker.signature import signature
 
 __all__ = ["LegacyEngine"]
 
@@ -48,7 +48,7 @@ class LegacyEngine:
         self._spec, self._element_spec = spec, element_spec
         self._reset()
         trial = self._call(element_spec)
-        links.compare(_signature(trial, self.keras.__version__))
+        links.compare(signature(trial, self.keras.__version__))
         self._reset()  # not in the scope: it drops the graph that the scope is entered on
         with strategy.scope():
             model = self._call(element_spec)
@@ -78,6 +78,8 @@ class LegacyEngine:
                     "legacy_keras=False."
                 )
             raise ConfigError(f"build_model returned {kind}. {hint}")
+        if getattr(model, "run_eagerly", False):
+            raise ConfigError("compile(run_eagerly=True) cannot be used: raytf compiles its steps.")
         if compiled and getattr(model, "optimizer", None) is None:
             raise ConfigError(
                 "build_model returned an uncompiled model. Call model.compile(...) in it."
@@ -102,6 +104,10 @@ class LegacyEngine:
 
     def finish(self, model: Any) -> None:
         model.optimizer.finalize_variable_values(model.trainable_variables)
+
+    def models(self, model: Any) -> list[Any]:
+        """The model; parts of it are not looked for."""
+        return [model]
 
     def host_model(self, model: Any) -> Any:
         """A copy without a strategy, which one rank can save; made by all ranks together."""
@@ -165,16 +171,3 @@ def _loss_scale(share: Any) -> Iterator[None]:
         yield
     finally:
         losses_utils.scale_loss_for_distribution = original
-
-
-def _signature(model: Any, version: str) -> dict[str, Any]:
-    return {
-        "model": type(model).__name__,
-        "variables": [
-            {"path": v.name, "shape": list(v.shape), "dtype": v.dtype.name} for v in model.variables
-        ],
-        "optimizer": type(model.optimizer).__name__,
-        "optimizer_config": json.loads(json.dumps(model.optimizer.get_config(), default=repr)),
-        "keras": version,
-        "tensorflow": tf.__version__,
-    }

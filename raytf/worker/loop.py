@@ -29,13 +29,15 @@ class Loop:
         training: executions of the training data.
         validation: executions of the validation data, or None.
         callbacks: a Keras CallbackList.
-        read_logs: `("train" | "test") -> dict[str, float]`; current metrics, read from the device.
+        read_logs: `("train" | "test") -> dict[str, Any]`; current metrics, read from the device.
         peek_logs: the same as far as one rank can know it alone.
         agreement: settles decisions.
         decisions: `() -> list[float]` and `(list) -> None`: what callbacks decide besides stopping
             (learning rate).
         batch_hooks: whether a callback wants to hear of each execution; if none does, nothing is
             read for it.
+        has_callbacks: whether anybody could decide anything, on any rank.
+        finish: what fit does to the weights at the end, before `on_train_end` (averaged weights).
         progress: takes records for the driver; given on rank 0 only.
     """
 
@@ -43,13 +45,14 @@ class Loop:
     training: Executions
     validation: Executions | None
     callbacks: Any
-    read_logs: Callable[[str], dict[str, float]]
-    peek_logs: Callable[[str], dict[str, float]]
+    read_logs: Callable[[str], dict[str, Any]]
+    peek_logs: Callable[[str], dict[str, Any]]
     agreement: Agreement
     read_decisions: Callable[[], list[float]]
     take_decisions: Callable[[list[float]], None]
     batch_hooks: bool
     has_callbacks: bool
+    finish: Callable[[], None] = lambda: None
     progress: Callable[[dict[str, Any]], None] | None = None
     clock: Callable[[], float] = time.monotonic
     total_step: int = 0
@@ -64,9 +67,9 @@ class Loop:
             global_batch_size=global_batch_size,
         )
 
-    def fit(self, epochs: int, initial_epoch: int, validation_freq: int) -> dict[str, float]:
+    def fit(self, epochs: int, initial_epoch: int, validation_freq: int) -> dict[str, Any]:
         """Trains from `initial_epoch` to `epochs` (exclusive); returns the last epoch's logs."""
-        logs: dict[str, float] = {}
+        logs: dict[str, Any] = {}
         self.model.stop_training = False
         self.callbacks.on_train_begin()
         for epoch in range(initial_epoch, epochs):
@@ -96,20 +99,24 @@ class Loop:
             self._tell(kind="epoch", epoch=epoch, logs=logs, seconds=seconds, rows=rows)
             if self.model.stop_training:
                 break
+        self.finish()
         self.callbacks.on_train_end(dict(logs))
         return logs
 
-    def evaluate(self, data: Executions) -> dict[str, float]:
+    def evaluate(self, data: Executions) -> dict[str, Any]:
         """Metrics over a whole data set, each row counted once."""
         self._tell(kind="phase", phase="validating")
-        self.model.reset_metrics()
+        self.model.stop_evaluating = False
         self.callbacks.on_test_begin()
+        self.model.reset_metrics()
         for execution in data.epoch(0):
             if self.batch_hooks:
                 self.callbacks.on_test_batch_begin(execution.first)
             self._run(execution)
             if self.batch_hooks:
                 self.callbacks.on_test_batch_end(execution.last, self.read_logs("test"))
+                if self.agreement.chief([float(bool(self.model.stop_evaluating))])[0]:
+                    break
         logs = self.read_logs("test")
         self.callbacks.on_test_end(dict(logs))
         self._tell(kind="phase", phase="training")

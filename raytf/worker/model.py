@@ -7,7 +7,6 @@ for ever), then inside `strategy.scope()`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +16,9 @@ import tensorflow as tf
 from raytf.errors import ConfigError
 from raytf.worker import keras_compat
 from raytf.worker.pipeline import count_parameters
+from raytf.worker.signature import signature
 
-__all__ = ["build", "build_for_inference", "check_model", "signature"]
+__all__ = ["build", "build_for_inference", "check_model"]
 
 
 def build(
@@ -50,7 +50,7 @@ def build(
     trial = _call(build_model, config, seed)
     check_model(trial)
     _build_state(trial, batch)
-    compare(signature(trial))
+    compare(signature(trial, keras.__version__))
     del trial
     with strategy.scope():
         model = _call(build_model, config, seed)
@@ -127,25 +127,3 @@ def check_model(model: Any) -> None:
                 "rank and cannot be kept "
                 "equal on all ranks. Use stateful=False."
             )
-
-
-def signature(model: Any) -> dict[str, Any]:
-    """What must be equal on all ranks, as plain data."""
-    optimizer = model.optimizer
-    return {
-        "model": type(model).__name__,
-        "variables": [
-            {
-                "path": v.path,
-                "shape": list(v.shape),
-                "dtype": str(v.dtype),
-                "trainable": bool(v.trainable),
-            }
-            for v in model.variables
-        ],
-        "optimizer": type(optimizer).__name__,
-        "optimizer_config": json.loads(json.dumps(optimizer.get_config(), default=repr)),
-        "steps_per_execution": model.steps_per_execution,
-        "keras": keras.__version__,
-        "tensorflow": tf.__version__,
-    }

@@ -153,7 +153,7 @@ class Feed:
         dataset = tf.data.Dataset.range(np.iinfo(np.int64).max).map(plain(numbers))
         dataset = dataset.prefetch(1).unbatch()
         if self._transform is None:
-            # One stage, in step with training where rows are in memory: a gather takes microseconds.
+            # One stage; in its own thread only where rows are read: a gather takes microseconds.
             parallel = None if self._arrays is not None else 2
             dataset = dataset.map(
                 plain(lambda rows, epoch: self._finish(self._read(rows, epoch))),
@@ -180,7 +180,8 @@ class Feed:
         return None if arrays is None else map_leaves(self._tensor, arrays)
 
     def _tensor(self, array: Any) -> tf.Tensor:
-        tensor = tf.convert_to_tensor(array)
+        with tf.device("CPU:0"):  # where tf.data reads it
+            tensor = tf.convert_to_tensor(array)
         return tf.cast(tensor, self._floatx) if tensor.dtype == tf.float64 else tensor
 
     def _read(self, rows: tf.Tensor, epoch: tf.Tensor) -> Any:
@@ -262,9 +263,9 @@ def _class_weights(y: Any, class_weight: Mapping[int, float]) -> tf.Tensor:
         raise ConfigError("class_weight needs targets y that are one array of classes.")
     if y.shape.rank >= 2:
         y = tf.argmax(y, axis=-1) if y.shape[-1] > 1 else tf.squeeze(y, axis=-1)
-    y = tf.cast(y, tf.int64)
+    y = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int64)
     table = np.ones(max(class_weight) + 1, np.float32)
     for label, weight in class_weight.items():
         table[label] = weight
-    inside = y < len(table)
+    inside = (y >= 0) & (y < len(table))
     return tf.where(inside, tf.gather(table, tf.where(inside, y, 0)), 1.0)

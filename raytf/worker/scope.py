@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from raytf.errors import ConfigError
 
-__all__ = ["ReadAfterApply", "StepScope", "current_scope"]
+__all__ = ["OptimizerNotBuilt", "ReadAfterApply", "StepScope", "TraceAgain", "current_scope"]
 
 _current = threading.local()  # .scope: the StepScope being traced on this thread
 
@@ -26,10 +26,30 @@ def current_scope() -> StepScope | None:
     return getattr(_current, "scope", None)
 
 
-class ReadAfterApply(Exception):
+class TraceAgain(Exception):
+    """Tracing a step found that something has to be otherwise; it is to be traced anew after
+    `prepare`.
+    """
+
+    def prepare(self) -> None:
+        """Runs outside the graph and the strategy, before the step is traced again."""
+
+
+class ReadAfterApply(TraceAgain):
     """A train_step reads a variable after the optimizer was asked to change it: the change cannot
     be put off.
     """
+
+
+class OptimizerNotBuilt(TraceAgain):
+    """A train_step uses an optimizer of its own that has no state yet."""
+
+    def __init__(self, optimizer: Any, variables: list[Any]) -> None:
+        super().__init__(optimizer.name)
+        self._build = lambda: optimizer.build(variables)
+
+    def prepare(self) -> None:
+        self._build()
 
 
 class StepScope(keras.StatelessScope):
@@ -41,8 +61,8 @@ class StepScope(keras.StatelessScope):
         share: this rank's part of the rows of the global batch, a float or a scalar tensor; 0.0 if
             it has none and runs on a stand-in row whose results must not count.
         all_reduce: sums a tensor over ranks.
-        defer: True keeps `optimizer.apply` for later (`self.applies`); False calls `apply_now` at
-            once.
+        apply_now: called for each `optimizer.apply` with (optimizer, apply, gradients, variables),
+            where `apply` is Keras's own function; None keeps them for later in `self.applies`.
     """
 
     def __init__(
@@ -51,7 +71,7 @@ class StepScope(keras.StatelessScope):
         num_ranks: int,
         share: Any,
         all_reduce: Callable[[tf.Tensor], tf.Tensor],
-        apply_now: Callable[[Any, list[Any], list[Any]], None] | None = None,
+        apply_now: Callable[[Any, Any, list[Any], list[Any]], None] | None = None,
     ) -> None:
         super().__init__(collect_losses=True)
         self.rank = rank
@@ -63,7 +83,7 @@ class StepScope(keras.StatelessScope):
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.seeds: set[int] = set()
         self.weighted: set[int] = set()  # optimizers whose loss was weighted by share beforehand
-        self.applies: list[tuple[Any, list[Any], list[Any]]] = []
+        self.applies: list[tuple[Any, Any, list[Any], list[Any]]] = []
         self._applied: set[int] = set()
 
     def __enter__(self) -> StepScope:
@@ -89,10 +109,9 @@ class StepScope(keras.StatelessScope):
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise ConfigError(
                 f"{variable.path} is changed inside a tf.cond or tf.while_loop of the model. On "
-                "several workers a step "
-                "must be able to write all its changes at its end. Compute the new value inside, "
-                "and assign it outside "
-                "(ops.where instead of a branch is the usual way)."
+                "several workers a step must be able to write all its changes at its end. Compute "
+                "the new value inside, and assign it outside (ops.where instead of a branch is the "
+                "usual way)."
             )
         self.updates[id(variable)] = (variable, value)
         super().add_update(update)
@@ -104,11 +123,20 @@ class StepScope(keras.StatelessScope):
         # Regularizers ask here directly and need the variable itself when it has not been changed.
         return variable._value if value is None else value
 
-    def apply(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+    def apply(self, optimizer: Any, apply: Any, grads: list[Any], variables: list[Any]) -> None:
+        """Takes an update of weights that the step asks for.
+
+        Args:
+            optimizer: who is to make it.
+            apply: Keras's function that makes it, `apply(optimizer, grads, variables)`; not the
+                method, whose override in a subclass has run already when this is called.
+            grads: one per variable.
+            variables: what is to be changed.
+        """
         if self.apply_now is not None:
-            self.apply_now(optimizer, grads, variables)
+            self.apply_now(optimizer, apply, grads, variables)
             return
-        self.applies.append((optimizer, grads, variables))
+        self.applies.append((optimizer, apply, grads, variables))
         self._applied.update(id(v) for v in variables)
         self._applied.update(id(v) for v in optimizer.variables)
 

@@ -56,7 +56,7 @@ def run(job: Job, links: Links) -> dict[str, Any]:
             model = engine.host_model(trainee.model)
             if links.is_chief:
                 _phase(links, "exporting")
-                export.write(model, job.output[0], job.output[1], result)
+                export.write(model, job.output[0], job.output[1], result, trainee.inputs)
         return result
     export.read_weights(trainee.model, *_weights(job))
     return trainee.evaluate()
@@ -169,7 +169,9 @@ class Trainee:
         self.strategy = strategy
         self.engine = engine
         self._training = self._data(spec.train_data, for_training=True)
-        self.model = engine.build(spec, links, strategy, self._element_spec())
+        element_spec = self._element_spec()
+        self.inputs = element_spec[0]
+        self.model = engine.build(spec, links, strategy, element_spec)
         self.steps = engine.steps(self.model, strategy, links.rank, spec)
         self.agreement = Agreement(strategy, links.rank, self.steps.reducer.sum)
 
@@ -215,6 +217,10 @@ class Trainee:
     def _loop(
         self, validation: Any, callbacks: Any, given: list[Any], training: Any = None
     ) -> Loop:
+        # Summed over ranks: a user's factory may give each rank other callbacks, and whether there
+        # is something to agree on must be alike on all.
+        mine = [len(given), callback_rules.wants_batches(self.engine.keras, given)]
+        any_callbacks, listening = self.agreement.sum([float(n) for n in mine])
         return Loop(
             model=self.model,
             training=training,
@@ -225,8 +231,9 @@ class Trainee:
             agreement=self.agreement,
             read_decisions=lambda: self.engine.read_learning_rate(self.model),
             take_decisions=lambda values: self.engine.set_learning_rate(self.model, values),
-            batch_hooks=callback_rules.wants_batches(self.engine.keras, given),
-            has_callbacks=bool(given),
+            batch_hooks=bool(listening),
+            has_callbacks=bool(any_callbacks),
+            finish=lambda: self.engine.finish(self.model),
             progress=self.links.progress if self.links.is_chief else None,
         )
 
@@ -252,15 +259,14 @@ class Trainee:
                 self._data(spec.validation_data, for_training=False), self.steps.test, endless=False
             )
         )
-        callback_rules.save_on_chief_only(self.model, self.links.is_chief, self.engine.saves_alone)
+        callback_rules.save_on_chief_only(
+            self.engine.models(self.model), self.links.is_chief, self.engine.saves_alone
+        )
         callbacks, given = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
         loop = self._loop(validation, callbacks, given, training)
         loop.announce(spec.epochs, spec.global_batch_size)
         metrics = loop.fit(spec.epochs, spec.initial_epoch, spec.validation_freq)
-        self.engine.finish(self.model)
-        history = {
-            k: [float(v) for v in values] for k, values in self.model.history.history.items()
-        }
+        history = {k: list(values) for k, values in self.model.history.history.items()}
         return {
             "history": history,
             "metrics": metrics,

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from raytf.errors import ConfigError
@@ -56,20 +57,21 @@ class Steps:
         self._named: set[str] = set()
         self._scope: Any = None  # of the step being traced
 
-    def logs(self, kind: str) -> dict[str, float]:
+    def logs(self, kind: str) -> dict[str, Any]:
         """Metrics over the steps since their reset, and the last step's other numbers: what Keras
         would log.
 
         Args:
             kind: "train" or "test".
         """
-        metrics = {k: float(v) for k, v in self.model.get_metrics_result().items()}
+        metrics = {k: _plain(v) for k, v in self.model.get_metrics_result().items()}
         names = self._log_names.get(kind, [])
         # As in Keras: names that are not just the metrics' mean that the step itself chose what to
         # log.
         if not names or set(names) == set(metrics):
             return metrics
-        return {n: metrics[n] if n in metrics else float(self._raw[kind, n].numpy()) for n in names}
+        raw = {n: _plain(self._raw[kind, n]) for n in names if (kind, n) in self._raw}
+        return {n: raw[n] if n in raw else metrics[n] for n in names}
 
     peek = logs  # variables are local: one rank can look without the others
 
@@ -80,13 +82,12 @@ class Steps:
         except ReadAfterApply as read:
             logger.warning(
                 "train_step of %s reads %s after the optimizer's update; updates are therefore "
-                "made at once, and a "
-                "step of this model is not all or nothing.",
+                "made at once, and a step of this model is not all or nothing.",
                 type(self.model).__name__,
                 read,
             )
             self._defer_apply = False
-            self._run("train", data, share)
+            raise  # and trace anew (feeding.Executor): what was traced so far is of no use
 
     def test(self, data: Any, share: Any) -> None:
         """One evaluation step on this rank's part of a batch; called inside a tf.function."""
@@ -107,7 +108,7 @@ class Steps:
             self._scope = scope
             with scope:
                 logs = self._call(step, batch, scope)
-                raw = self._not_metrics(kind, logs)
+                raw = self._not_metrics(kind, logs, scope)
             self._commit(kind, scope, raw)
 
         self.strategy.run(replica, args=(data,))
@@ -122,25 +123,29 @@ class Steps:
                 raise
             raise ConfigError(
                 f"the forward pass assigns the trainable weight {staged[0]} and then wants its "
-                "gradient (as "
-                "SpectralNormalization does). A step on several workers writes all its changes at "
-                "its end, so this "
-                "cannot be supported. Compute with the changed value instead of assigning it."
+                "gradient (as SpectralNormalization does). A step on several workers writes all "
+                "its changes at its end, so this cannot be supported. Compute with the changed "
+                "value instead of assigning it."
             ) from error
 
-    def _not_metrics(self, kind: str, logs: Any) -> dict[str, tf.Tensor]:
+    def _not_metrics(self, kind: str, logs: Any, scope: Any) -> dict[str, tf.Tensor]:
+        """What the step returns besides metrics that it has updated."""
         if not isinstance(logs, dict):
             return {}
         logs = _flat(logs)
         self._log_names[kind] = list(logs)
-        known = self.model.get_metrics_result().keys()
+        known: set[str] = set()
+        for metric in self.model.metrics:
+            if any(id(v) in scope.updates for v in metric.variables):
+                result = metric.result()
+                known |= set(result) if isinstance(result, dict) else {metric.name}
         return {k: tf.cast(v, tf.float32) for k, v in logs.items() if k not in known}
 
     def _commit(self, kind: str, scope: Any, raw: dict[str, tf.Tensor]) -> None:
         reduce = _Round(scope, self.reducer)
         grads = [
             reduce.gradients(g, optimizer, v)
-            for optimizer, gs, vs in scope.applies
+            for optimizer, _, gs, vs in scope.applies
             for g, v in zip(gs, vs, strict=True)
         ]
         news = [reduce.update(variable, value) for variable, value in scope.updates.values()]
@@ -150,29 +155,31 @@ class Steps:
             for (variable, _), new in zip(scope.updates.values(), news, strict=True):
                 variable.assign(new())
             reduced = iter(grads)
-            for optimizer, gs, variables in scope.applies:
+            for optimizer, apply, gs, variables in scope.applies:
                 ready = [next(reduced)() for _ in gs]
                 with keras_compat.one_process():
-                    optimizer.apply(ready, variables)
+                    apply(optimizer, ready, variables)
             for name, value in logs.items():
-                self._raw_log(kind, name).assign(value())
+                self._raw_log(kind, name, value().shape).assign(value())
             if kind == "train":
                 self.counter.assign_add(1)
         self._name_foreign_variables(scope.graph)
 
-    def _apply_now(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+    def _apply_now(
+        self, optimizer: Any, apply: Any, grads: list[Any], variables: list[Any]
+    ) -> None:
         scope = self._scope
         reduce = _Round(scope, self.reducer)
         reduced = [reduce.gradients(g, optimizer, v) for g, v in zip(grads, variables, strict=True)]
         reduce.close()
         with scope.suspended(), tf.control_dependencies(reduce.arrived), keras_compat.one_process():
-            optimizer.apply([g() for g in reduced], variables)
+            apply(optimizer, [g() for g in reduced], variables)
 
-    def _raw_log(self, kind: str, name: str) -> tf.Variable:
+    def _raw_log(self, kind: str, name: str, shape: tf.TensorShape) -> tf.Variable:
         if (kind, name) not in self._raw:
             with tf.init_scope():
                 self._raw[kind, name] = tf.Variable(
-                    tf.constant(0.0), trainable=False, name=f"raytf_log_{name}"
+                    tf.zeros(shape), trainable=False, name=f"raytf_log_{name}"
                 )
         return self._raw[kind, name]
 
@@ -184,10 +191,15 @@ class Steps:
                 self._named.add(variable.name)
                 logger.warning(
                     "%s is a tf.Variable that Keras does not track. raytf neither keeps it equal "
-                    "on all ranks nor saves "
-                    "it. Make it with self.add_weight(...).",
+                    "on all ranks nor saves it. Make it with self.add_weight(...).",
                     variable.name,
                 )
+
+
+def _plain(value: Any) -> Any:
+    """A number, or lists of numbers for metrics that have one per class."""
+    array = np.asarray(tf.convert_to_tensor(value).numpy())
+    return float(array) if array.ndim == 0 else array.tolist()
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,11 @@ def words(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
     return rng.integers(0, 12, (n, 6)), rng.integers(0, 3, n), None
 
 
+def one_hot(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
+    x, y, _ = table(rng, n)
+    return x, np.eye(3, dtype="float32")[y], None
+
+
 def rare_words(rng: np.random.Generator, n: int = ROWS) -> tuple[Any, Any, Any]:
     return rng.integers(0, 200, (n, 6)), rng.integers(0, 3, n), None
 
@@ -157,7 +162,7 @@ def subclassed(keras: Any, train_step: Callable[..., Any] | None = None) -> Any:
         Net.train_step = train_step
     model = Net()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    metrics = None if train_step is plain_train_step else ["accuracy"]  # Keras wants them used
+    metrics = None if train_step in UNMETERED else ["accuracy"]  # Keras wants them used
     model.compile(keras.optimizers.Adam(1e-2), loss, metrics=metrics, jit_compile=False)
     return model
 
@@ -194,6 +199,80 @@ def plain_train_step(self: Any, data: Any) -> Any:
         "own_loss": loss,
         "largest_is_zero": tf.reduce_mean(tf.cast(tf.argmax(logits, -1) == 0, tf.float32)),
     }
+
+
+def mixed_logs_train_step(self: Any, data: Any) -> Any:
+    """Logs the loss itself, which no metric tracks here, beside a number of its own."""
+    import tensorflow as tf
+
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+    grads = tape.gradient(loss, self.trainable_weights)
+    self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
+    return {"loss": loss, "extra": 2.0 * loss}
+
+
+def adversaries(keras: Any) -> Any:
+    """Two parts, two optimizers, no call: the second update sees the first."""
+    import tensorflow as tf
+
+    class Adversaries(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = keras.layers
+            self.maker = keras.Sequential([layers.Input((6,)), layers.Dense(6)])
+            self.judge = keras.Sequential([layers.Input((6,)), dense(keras), layers.Dense(1)])
+
+        def compile(self, judge: Any, maker: Any) -> None:
+            super().compile(jit_compile=False)
+            self.judge_optimizer, self.maker_optimizer = judge, maker
+            self.judge_loss = keras.metrics.Mean(name="judge_loss")
+            self.maker_loss = keras.metrics.Mean(name="maker_loss")
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.judge_loss, self.maker_loss]
+
+        def train_step(self, data: Any) -> Any:
+            x = data[0]
+            with tf.GradientTape() as tape:
+                real, made = self.judge(x), self.judge(self.maker(x))
+                loss = tf.reduce_mean(tf.nn.softplus(-real) + tf.nn.softplus(made))
+            weights = self.judge.trainable_weights
+            self.judge_optimizer.apply(tape.gradient(loss, weights), weights)
+            with tf.GradientTape() as tape:
+                fooled = tf.reduce_mean(tf.nn.softplus(-self.judge(self.maker(x))))
+            weights = self.maker.trainable_weights
+            self.maker_optimizer.apply(tape.gradient(fooled, weights), weights)
+            self.judge_loss.update_state(loss)
+            self.maker_loss.update_state(fooled)
+            return {"judge_loss": self.judge_loss.result(), "maker_loss": self.maker_loss.result()}
+
+    model = Adversaries()
+    model.compile(keras.optimizers.Adam(1e-2), keras.optimizers.SGD(0.05))
+    return model
+
+
+def halving(keras: Any) -> Any:
+    """An optimizer that does something of its own around Keras's apply."""
+
+    class Half(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+            return super().apply([0.5 * g for g in grads], trainable_variables)
+
+    return Half(0.1)
+
+
+def unserializable_schedule(keras: Any) -> Any:
+    class Own(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step: Any) -> Any:
+            return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
+
+    return keras.optimizers.SGD(Own())
+
+
+UNMETERED = (plain_train_step, mixed_logs_train_step)
 
 
 def two_updates(keras: Any) -> Any:
@@ -389,6 +468,21 @@ CASES: dict[str, Case] = {
     "plain_train_step": Case(
         build=lambda k: subclassed(k, plain_train_step), data=rows(UNEVEN, table)
     ),
+    "mixed_logs_train_step": Case(build=lambda k: subclassed(k, mixed_logs_train_step), data=table),
+    "adversaries": Case(build=adversaries, data=table),
+    "own_optimizer": Case(build=classifier(dense, optimizer=halving), data=table),
+    "unserializable_schedule": Case(
+        build=classifier(dense, optimizer=unserializable_schedule), data=table
+    ),
+    "vector_metric": Case(
+        build=classifier(
+            dense,
+            metrics=lambda k: [k.metrics.F1Score()],
+            loss=lambda k: k.losses.MeanSquaredError(),
+        ),
+        data=one_hot,
+        validate=True,
+    ),
     "reads_after_update": Case(build=two_updates, data=table),
     "sample_weight": Case(validate=True, build=classifier(dense), data=weighted_table),
     "weighted_metrics": Case(
@@ -510,7 +604,7 @@ def _outcome(model: Any, history: dict[str, Any]) -> dict[str, Any]:
     everything += [v for m in model.metrics for v in m.variables]
     digest = hashlib.sha256(b"".join(v._value.numpy().tobytes() for v in everything)).hexdigest()
     return {
-        "history": {k: [float(v) for v in vs] for k, vs in history.items()},
+        "history": {k: [np.asarray(v).tolist() for v in vs] for k, vs in history.items()},
         "weights": values(model.weights),
         "optimizer": values(optimizer.variables),
         "digest": digest,

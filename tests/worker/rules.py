@@ -154,6 +154,24 @@ def disagreeing_callbacks(links: Any, strategy: Any, arg: Any) -> Any:
     )
 
 
+def callbacks_on_one_rank(links: Any, strategy: Any, arg: Any) -> Any:
+    """Rank 0 alone has callbacks, some that set their hooks on themselves."""
+    import keras
+
+    seen: list[int] = []
+
+    def remember(batch: int, logs: Any) -> None:
+        seen.append(batch)
+
+    def callbacks() -> list[Any]:
+        return (
+            [keras.callbacks.LambdaCallback(on_train_batch_end=remember)] if links.rank == 0 else []
+        )
+
+    _, result = _train(links, strategy, small_model, _data(), epochs=2, callbacks=callbacks)
+    return seen, result["weights_sha256"]
+
+
 def saving(links: Any, strategy: Any, directory: str) -> Any:
     """Saves from ModelCheckpoint and from an own callback on all ranks; returns the files and who
     wrote.
@@ -244,7 +262,30 @@ def refusals(links: Any, strategy: Any, arg: Any) -> dict[str, str]:
 
             return tf.cond(tf.reduce_sum(x) > -1e9, count, lambda: x)
 
+    def masked_norm() -> Any:
+        x = keras.Input((4,))
+        h = keras.layers.Masking()(keras.layers.Reshape((2, 2))(x))
+        h = keras.layers.BatchNormalization(synchronized=True)(h)
+        model = keras.Model(x, keras.layers.Dense(2)(keras.layers.GlobalAveragePooling1D()(h)))
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    class Parts(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = keras.layers.Dense(2)
+
+        def train_step(self, data: Any) -> Any:
+            return {}
+
+    def parts() -> Any:
+        model = Parts()
+        model.compile("sgd")
+        return model
+
     builds = {
+        "masked norm": masked_norm,
+        "parts": parts,
         "none": lambda: None,
         "not a model": lambda: 3,
         "uncompiled": lambda: keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)]),

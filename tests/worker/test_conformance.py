@@ -27,6 +27,7 @@ SELECTED = (
     "batchnorm_synchronized",
     "dropout",
     "own_train_step",
+    "adversaries",
     "mean_with_sample_weight",
     "auc",
     "global_clipnorm",

@@ -128,3 +128,45 @@ def test_initial_epoch_counts_as_in_fit() -> None:
     fit_calls(theirs, initial_epoch=1)
     assert mine == theirs
     assert result["epochs"] == EPOCHS - 1
+
+
+def test_averaged_weights_come_before_on_train_end() -> None:
+    """As in fit: a callback that restores weights at the end has the last word."""
+    import keras
+    import tensorflow as tf
+
+    from raytf.config import TrainSpec
+    from raytf.data import ArraySource
+    from raytf.worker.engine import engine_for
+    from raytf.worker.session import Trainee
+    from tests.worker.group import loopback_links
+
+    x, y = data()
+
+    def build(config: Any = None) -> Any:
+        model = make_model(keras)
+        optimizer = keras.optimizers.Adam(0.5, use_ema=True)
+        model.compile(optimizer, "mse", jit_compile=False)
+        return model
+
+    def callbacks() -> list[Any]:
+        return [keras.callbacks.EarlyStopping("loss", restore_best_weights=True, mode="max")]
+
+    spec = TrainSpec(
+        build_model=build,
+        train_data=ArraySource(x, y),
+        global_batch_size=BATCH,
+        epochs=EPOCHS,
+        shuffle=False,
+        callbacks=callbacks,
+    )
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    trainee = Trainee(spec, loopback_links(0, ("127.0.0.1:0",)), strategy, engine_for(False))
+    trainee.train()
+    keras.utils.set_random_seed(0)
+    model = build()
+    model.fit(
+        x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks()
+    )
+    for mine, theirs in zip(trainee.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)

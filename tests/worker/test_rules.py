@@ -96,7 +96,15 @@ def test_legacy_keras_trains_with_ranks_equal() -> None:
     assert set(result0["metrics"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
+def test_callbacks_on_one_rank_alone_do_not_part_the_ranks() -> None:
+    (seen0, hash0), (seen1, hash1) = run_group("tests.worker.rules:callbacks_on_one_rank", 2)
+    assert seen0 == [0, 1, 2, 0, 1, 2] and seen1 == []
+    assert hash0 == hash1
+
+
 EXPECTED = {
+    "masked norm": "does not synchronize inputs with a mask",
+    "parts": "Without weights: dense",
     "none": "build_model returned None",
     "not a model": "build_model returned builtins.int",
     "uncompiled": "uncompiled",
