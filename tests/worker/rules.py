@@ -267,7 +267,7 @@ def refusals(links: Any, strategy: Any, arg: Any) -> dict[str, str]:
         h = keras.layers.Masking()(keras.layers.Reshape((2, 2))(x))
         h = keras.layers.BatchNormalization(synchronized=True)(h)
         model = keras.Model(x, keras.layers.Dense(2)(keras.layers.GlobalAveragePooling1D()(h)))
-        model.compile("sgd", "mse", jit_compile=False)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(), jit_compile=False)
         return model
 
     class Parts(keras.Model):
