@@ -24,6 +24,10 @@ __all__ = ["embedded_size", "ensure_ray", "environment"]
 _PHYSICAL = ("GPU", "TPU", "NPU", "HPU", "neuron_cores", "memory", "object_store_memory")
 
 
+_embedded_nodes: set[str] = set()  # of the Rays that this process has started by itself
+_log = logging.getLogger("raytf")
+
+
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
     """Environment variables that are set inside the block unless the user has set them."""
@@ -57,7 +61,8 @@ def ensure_ray(num_workers: int, bundle: Mapping[str, float]) -> bool:
     """Makes sure that this process is connected to a Ray.
 
     An embedded Ray stays for the next `fit()` of this process and ends with it: `ray.init`
-    registers its own shutdown at interpreter exit.
+    registers its own shutdown at interpreter exit. One that is too small for the next run is
+    replaced by a larger one.
 
     Returns:
         Whether raytf started it.
@@ -66,12 +71,15 @@ def ensure_ray(num_workers: int, bundle: Mapping[str, float]) -> bool:
         StartupError: `RAY_ADDRESS` is set and nothing answers there.
     """
     if ray.is_initialized():
-        return False
+        if not _is_embedded() or _fits(ray.cluster_resources(), num_workers, bundle):
+            return False
+        _log.info("replacing the embedded Ray by a larger one")
+        ray.shutdown()
+        return _start_embedded(num_workers, bundle)
     address = os.environ.get("RAY_ADDRESS")
-    quiet = environment(RAY_USAGE_STATS_PROMPT_ENABLED="0")
     if address:
         try:
-            with quiet:
+            with _quiet():
                 ray.init(address=address, logging_level=logging.WARNING)
         except (ConnectionError, TimeoutError) as error:
             raise StartupError(
@@ -81,8 +89,16 @@ def ensure_ray(num_workers: int, bundle: Mapping[str, float]) -> bool:
                 address=address,
             ) from error
         return False
+    return _start_embedded(num_workers, bundle)
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    return environment(RAY_USAGE_STATS_PROMPT_ENABLED="0")
+
+
+def _start_embedded(num_workers: int, bundle: Mapping[str, float]) -> bool:
     cpus, custom = embedded_size(num_workers, bundle, os.cpu_count() or 1)
-    with quiet:
+    with _quiet():
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -90,4 +106,14 @@ def ensure_ray(num_workers: int, bundle: Mapping[str, float]) -> bool:
             include_dashboard=False,
             logging_level=logging.WARNING,
         )
+    _embedded_nodes.add(ray.get_runtime_context().get_node_id())
     return True
+
+
+def _is_embedded() -> bool:
+    return ray.get_runtime_context().get_node_id() in _embedded_nodes
+
+
+def _fits(total: Mapping[str, float], num_workers: int, bundle: Mapping[str, float]) -> bool:
+    cpus, custom = embedded_size(num_workers, bundle, 1)
+    return all(total.get(name, 0.0) >= amount for name, amount in {"CPU": cpus, **custom}.items())

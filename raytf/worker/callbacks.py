@@ -154,7 +154,8 @@ class Agreement:
         self._alone = strategy.num_replicas_in_sync == 1
         self._rank = rank
 
-        @tf.function(input_signature=[tf.TensorSpec((None,), tf.float64)])
+        @tf.function  # traced once per length: a reduction wants a static shape
+        @tf.autograph.experimental.do_not_convert
         def sums(values: tf.Tensor) -> tf.Tensor:
             return strategy.run(sum_over_ranks, args=(values,))
 

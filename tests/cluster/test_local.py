@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from raytf.cluster.local import embedded_size, environment
+from raytf.cluster.local import _fits, embedded_size, environment
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,9 @@ def test_environment_is_set_inside_only(monkeypatch: pytest.MonkeyPatch) -> None
         assert os.environ["RAYTF_TEST_B"] == "users"
     assert "RAYTF_TEST_A" not in os.environ
     assert os.environ["RAYTF_TEST_B"] == "users"
+
+
+def test_an_embedded_ray_fits_or_not() -> None:
+    assert _fits({"CPU": 4.0}, 4, {"CPU": 1.0})
+    assert not _fits({"CPU": 2.0}, 4, {"CPU": 1.0})
+    assert not _fits({"CPU": 4.0}, 2, {"CPU": 1.0, "special": 1.0})
