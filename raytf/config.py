@@ -26,10 +26,8 @@ __all__ = [
     "refuse_unbuilt",
 ]
 
-SUPPORTED_KERAS = (
-    (3, 15),
-    (3, 16),
-)  # from, below: versions whose internals worker/keras_compat.py was written for
+# From, below: the versions whose internals worker/keras_compat.py was written for.
+SUPPORTED_KERAS = ((3, 15), (3, 16))
 STRATEGIES = ("auto", "multi_worker", "mirrored", "parameter_server", "tpu")
 
 
@@ -127,19 +125,23 @@ class WatchConfig:
 class CommunicationConfig:
     """How ranks start up together and reduce.
 
-    `bytes_per_pack` bounds one collective: tensors of one dtype are packed into vectors of up to
-    that size.
+    Attributes:
+        implementation: of the collectives. "auto" is NCCL when workers have GPUs, else ring.
+        bytes_per_pack: bound of one collective: tensors of one dtype are packed into vectors of up
+            to that size; a larger tensor goes alone.
+        timeout_s: limit of one collective. None: TensorFlow's own check of its peers only, because
+            a limit that is right for one model ends the training of a larger one.
+        startup_timeout_s: from the first rank that joins to the last, and again from there to the
+            last server that is up. On a slow machine the import of TensorFlow alone can take 30 s.
+        max_port_attempts: tries of the whole group, with new ports each time, when somebody else
+            has taken a port.
     """
 
-    implementation: Literal["auto", "ring", "nccl"] = (
-        "auto"  # auto: NCCL when workers have GPUs, else RING
-    )
+    implementation: Literal["auto", "ring", "nccl"] = "auto"
     bytes_per_pack: int = 16 * 1024 * 1024
-    timeout_s: float | None = (
-        None  # limit of one collective; None: TensorFlow's own peer check only
-    )
-    startup_timeout_s: float = 120.0  # from the first rank that is ready to the last
-    max_port_attempts: int = 3  # whole-group retries after a port was taken by somebody else
+    timeout_s: float | None = None
+    startup_timeout_s: float = 120.0
+    max_port_attempts: int = 3
 
     def __post_init__(self) -> None:
         _check_choice(
@@ -162,8 +164,10 @@ _UNBUILT = {
 
 
 def refuse_unbuilt(**arguments: Any) -> None:
-    """Raises ConfigError for the first argument that is given and whose capability this version
-    does not have.
+    """Refuses what is not built yet.
+
+    Raises:
+        ConfigError: an argument is given whose capability this version does not have.
     """
     for name, value in arguments.items():
         if value is not None:
@@ -175,8 +179,62 @@ def refuse_unbuilt(**arguments: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """Everything one run does, apart from where it runs. See `raytf.KerasTrainer` for what each
-    field means.
+    """Everything one run does, apart from where it runs.
+
+    These are the arguments of `raytf.KerasTrainer` and `raytf.fit`. Where Keras has the same
+    argument, name, default and meaning are those of `model.fit`.
+
+    Attributes:
+        build_model: `build_model(config)`, or `build_model()`, -> a compiled model. Runs on each
+            worker, more than once: first to compare the workers' models, then inside
+            `strategy.scope()`. So no side effects, and the same model every time.
+        train_data: `ArraySource`, `ParquetSource`, any random-access sequence of samples, or a
+            factory `f(ctx) -> tf.data.Dataset` of this worker's batches (`ctx`: `rank`,
+            `num_workers`, `batch_size`, `global_batch_size`, `seed`, `epoch`). A factory makes a
+            fresh dataset for each epoch, with the same number of batches on all workers; it
+            shuffles, augments and weights by itself, and steps run one per call.
+        validation_data: the same kinds, or None: no validation. Each row counts once.
+        validation_freq: epochs from one validation to the next.
+        global_batch_size: rows of a batch over all workers. Their shares differ by at most one
+            row. The smaller last batch of an epoch counts by its rows, as it does in one process.
+        epochs: number of the epoch to stop before, counted from 0; not a count from
+            `initial_epoch`.
+        initial_epoch: number of the first epoch; at or above `epochs` nothing is trained.
+        seed: of initial weights, order, sample keys, dropout and other noise, in [0, 2**32). It
+            has a value by default, so that every run can be repeated.
+        shuffle: a new seeded permutation of the training rows in each epoch, the same for any
+            number of workers. True, as in Keras. No effect on a factory, which orders its own rows.
+        drop_remainder: leave out the smaller last training batch. False: every row is trained on.
+            Refused for a factory.
+        transform: `transform(x, y[, key]) -> (x, y)` of TensorFlow ops, run by tf.data on each
+            sample (no batch dimension) of the training data, and of nothing else: validation,
+            `evaluate` and `predict` see the rows as they are. So it is for augmentation;
+            preprocessing that never changes belongs into the model or the source. `key`, shape
+            (2,), int64, is a function of (seed, epoch, row), to be used as the seed of
+            `tf.image.stateless_*` and `tf.random.stateless_*`. Refused for a factory.
+        callbacks: a function that returns a list of Keras callbacks, called on each worker. A
+            function, because callbacks hold a model. Keras's TensorBoard, CSVLogger, RemoteMonitor
+            and ModelCheckpoint run on rank 0 alone, as does any callback with an attribute
+            `chief_only = True`; all others run on every rank, with equal logs. `stop_training` and
+            the learning rate are rank 0's. With tf_keras, ModelCheckpoint runs on every rank, and
+            rank 0's file stays.
+        class_weight: class number -> weight in the loss; classes that are not named weigh 1. For
+            models with one output whose targets, after `transform`, are class numbers or one-hot
+            rows. Refused together with sample weights, and for a factory.
+        verbose: 0: nothing. 1: a bar on a terminal or in a notebook, elsewhere a line every 10 s
+            and one per epoch. 2: a line per epoch. "auto" is 1.
+        config: values handed to `build_model`; they travel to the workers by pickle.
+        strategy: "multi_worker" is MultiWorkerMirroredStrategy, and what "auto" chooses in this
+            version.
+        legacy_keras: train with tf_keras (extra `legacy-keras`) instead of Keras 3.
+        deterministic: deterministic kernels on GPUs, which are slower; True, because a run that
+            cannot be repeated cannot be checked. Without effect on CPUs, whose runs are bit-equal
+            from one to the next anyway, for the same number of workers, threads per worker and type
+            of processor.
+        communication: how workers start together and reduce.
+
+    Raises:
+        ConfigError: a value cannot work; names the field, what was received and what to do.
     """
 
     build_model: Callable[..., Any]
@@ -224,8 +282,8 @@ class TrainSpec:
         if isinstance(self.callbacks, list | tuple):
             raise ConfigError(
                 "callbacks must be a function that makes them on each worker, because Keras "
-                "callbacks hold a model. "
-                "Write callbacks=lambda: [...]. Received: a list."
+                "callbacks hold a model. Write callbacks=lambda: [...]. Received: "
+                f"{type(self.callbacks).__name__}."
             )
         if self.callbacks is not None:
             _check_callable("callbacks", self.callbacks, "callbacks() -> list of Keras callbacks")

@@ -43,8 +43,10 @@ class RaytfError(Exception):
 
 
 class ConfigError(RaytfError, ValueError):
-    """An argument, or a pair of arguments, cannot work. Raised on the driver before anything
-    starts.
+    """An argument, or a pair of arguments, cannot work.
+
+    Raised on the driver before anything starts where it can be known there; what only the built
+    model shows, on the workers before the first step.
     """
 
 

@@ -16,10 +16,19 @@ import raytf
 from raytf.errors import ConfigError, DataError, NotFoundError, RaytfError
 
 X, Y = np.zeros((8, 3), np.float32), np.zeros(8)
+WEIGHTED = raytf.ArraySource(X, Y, np.ones(8))
 
 
 def build_model(config: Any) -> Any:
     raise AssertionError("runs on workers only")
+
+
+def factory(ctx: Any) -> Any:
+    raise AssertionError("runs on workers only")
+
+
+def keep(x: Any, y: Any) -> Any:
+    return x, y
 
 
 def trainer(tmp_path: Path, **arguments: Any) -> raytf.KerasTrainer:
@@ -75,12 +84,32 @@ def test_no_tensorflow_in_the_driver() -> None:
         ({"train_data": None}, "train_data is None"),
         ({"train_data": 7}, "train_data"),
         ({"validation_data": 7}, "validation_data"),
+        ({"train_data": factory, "transform": keep}, "transform.*Do it in the dataset"),
+        ({"train_data": factory, "class_weight": {1: 2.0}}, "class_weight.*Do it in the dataset"),
+        ({"train_data": factory, "drop_remainder": True}, "drop_remainder.*Do it in the dataset"),
+        ({"train_data": WEIGHTED, "class_weight": {1: 2.0}}, "class_weight and sample_weight"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
 def test_refused(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         trainer(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"train_data": factory, "shuffle": False},
+        {"class_weight": {1: 2.0}, "transform": keep, "drop_remainder": True},
+        {"validation_data": WEIGHTED, "class_weight": {1: 2.0}},
+        {"validation_data": factory, "transform": keep},
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_taken(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    given = {"global_batch_size": 4} | arguments
+    made = trainer(tmp_path, **given)
+    assert {name: getattr(made.spec, name) for name in given} == given
 
 
 def test_ragged_data_is_refused(tmp_path: Path) -> None:

@@ -64,7 +64,12 @@ def check_spec(spec: TrainSpec, num_workers: int) -> TrainSpec:
 
 
 def with_sources(spec: TrainSpec, num_workers: int) -> TrainSpec:
-    """Turns the data into sources and checks that each batch can be shared."""
+    """Turns the data into sources and checks that each batch can be shared.
+
+    Raises:
+        ConfigError: the batch is too small, or an argument does not go with this kind of data.
+        DataError: the data is empty or ragged.
+    """
     sources: dict[str, Any] = {}
     for name in ("train_data", "validation_data"):
         data = getattr(spec, name)
@@ -73,7 +78,23 @@ def with_sources(spec: TrainSpec, num_workers: int) -> TrainSpec:
             num_rows = 1 if is_factory(source) else len(source)
             check_batch(num_rows, spec.global_batch_size, num_workers)
             sources[name] = source
+    _check_arguments_for(sources["train_data"], spec)
     return dataclasses.replace(spec, **sources)
+
+
+def _check_arguments_for(train_data: Any, spec: TrainSpec) -> None:
+    if is_factory(train_data):
+        for name in ("transform", "class_weight", "drop_remainder"):
+            if getattr(spec, name):
+                raise ConfigError(
+                    f"{name} cannot be applied to a data factory, whose batches are its own. Do it "
+                    "in the dataset that it returns, or give a source."
+                )
+    elif spec.class_weight and train_data.spec()[2] is not None:
+        raise ConfigError(
+            "class_weight and sample_weight cannot be used at the same time. Multiply them into "
+            "one sample_weight."
+        )
 
 
 def _holder(config: Mapping[str, Any]) -> Callable[[], Any]:

@@ -1,5 +1,4 @@
-"""Which Ray a run uses: the one this process is connected to, the one `RAY_ADDRESS` names, or one
-of its own.
+"""Which Ray a run uses: the one connected to, the one `RAY_ADDRESS` names, or one of its own.
 
 Nothing here happens on import, and environment variables are changed only around the call that
 reads them.
@@ -19,11 +18,12 @@ from raytf.errors import StartupError
 
 __all__ = ["embedded_size", "ensure_ray", "environment"]
 
-# Resources that a machine has or has not: an embedded Ray may not claim them just because somebody
-# asks.
+# A machine has these or has not: an embedded Ray may not claim them just because somebody asks.
 _PHYSICAL = ("GPU", "TPU", "NPU", "HPU", "neuron_cores", "memory", "object_store_memory")
 
 
+# Ray starts a process per CPU of its own at once. More workers than this on a core are a mistake.
+_MOST_PER_CORE = 16
 _embedded_nodes: set[str] = set()  # of the Rays that this process has started by itself
 _log = logging.getLogger("raytf")
 
@@ -45,10 +45,11 @@ def embedded_size(
 ) -> tuple[int, dict[str, float]]:
     """CPUs and custom resources of an embedded Ray in which `num_workers` bundles always fit.
 
-    CPUs are a count for scheduling, so two workers may share one core; GPUs and memory are never
-    made up.
+    CPUs are a count for scheduling, so several workers may share one core, up to a bound; GPUs and
+    memory are never made up.
     """
-    cpus = max(cpus_here, math.ceil(num_workers * bundle.get("CPU", 0.0)))
+    wanted = math.ceil(num_workers * bundle.get("CPU", 0.0))
+    cpus = max(cpus_here, min(wanted, cpus_here * _MOST_PER_CORE))
     custom = {
         name: num_workers * amount
         for name, amount in bundle.items()
@@ -71,7 +72,7 @@ def ensure_ray(num_workers: int, bundle: Mapping[str, float]) -> bool:
         StartupError: `RAY_ADDRESS` is set and nothing answers there.
     """
     if ray.is_initialized():
-        if not _is_embedded() or _fits(ray.cluster_resources(), num_workers, bundle):
+        if not _is_embedded() or not _helps(ray.cluster_resources(), num_workers, bundle):
             return False
         _log.info("replacing the embedded Ray by a larger one")
         ray.shutdown()
@@ -84,8 +85,7 @@ def ensure_ray(num_workers: int, bundle: Mapping[str, float]) -> bool:
         except (ConnectionError, TimeoutError) as error:
             raise StartupError(
                 f"no Ray cluster answers at RAY_ADDRESS={address!r}: {error} Start one, mend the "
-                "address, or unset "
-                "RAY_ADDRESS to train on this machine.",
+                "address, or unset RAY_ADDRESS to train on this machine.",
                 address=address,
             ) from error
         return False
@@ -114,6 +114,7 @@ def _is_embedded() -> bool:
     return ray.get_runtime_context().get_node_id() in _embedded_nodes
 
 
-def _fits(total: Mapping[str, float], num_workers: int, bundle: Mapping[str, float]) -> bool:
-    cpus, custom = embedded_size(num_workers, bundle, 1)
-    return all(total.get(name, 0.0) >= amount for name, amount in {"CPU": cpus, **custom}.items())
+def _helps(total: Mapping[str, float], num_workers: int, bundle: Mapping[str, float]) -> bool:
+    """Whether a new embedded Ray would be larger than one of these total resources."""
+    cpus, custom = embedded_size(num_workers, bundle, os.cpu_count() or 1)
+    return any(total.get(name, 0.0) < amount for name, amount in {"CPU": cpus, **custom}.items())

@@ -1,5 +1,4 @@
-"""The run actor: one light process per run where ranks meet, compare models, report and hand over
-results.
+"""The run actor: one light process per run where ranks meet, compare models and report.
 
 Decides nothing itself: `rendezvous.Rendezvous` answers, the actor waits and wakes. Imports `ray`
 only (never `ray.train`: 1 s of start-up), holds no TensorFlow, and depends on nothing that Ray's
@@ -41,12 +40,9 @@ class RunActor:
         self._num_workers = num_workers
         self._changed = asyncio.Event()
         self._errors: list[dict[str, Any]] = []
-        self._signatures: dict[
-            int, dict[int, Any]
-        ] = {}  # n-th comparison of the group -> rank -> signature
-        self._records: collections.deque[tuple[int, dict[str, Any]]] = collections.deque(
-            maxlen=_QUEUE
-        )
+        # n-th comparison of the group -> rank -> signature
+        self._signatures: dict[int, dict[int, Any]] = {}
+        self._records = collections.deque[tuple[int, dict[str, Any]]](maxlen=_QUEUE)
         self._cursor = 0
         self._results: dict[str, dict[int, list[Any]]] = {}
         self._groups = 0
@@ -155,7 +151,8 @@ class RunActor:
             "error": verdict.error,
         }
 
-    async def progress(self, record: dict[str, Any]) -> None:
+    async def progress(self, record: dict[str, Any], after: Any = None) -> None:
+        """Takes a record; `after` is the call before it of the same worker, for their order."""
         self._cursor += 1
         self._records.append((self._cursor, record))
         self._wake()

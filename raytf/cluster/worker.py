@@ -1,5 +1,4 @@
-"""The train function that Ray Train runs on each worker: seats the worker, runs the session,
-converts errors.
+"""The train function that Ray Train runs on each worker.
 
 Owns the bridge between Ray and `raytf.worker`: whatever the session needs of Ray is handed to it as
 plain callables (`Links`), and whatever it raises leaves this process as one of raytf's own errors.
@@ -85,9 +84,7 @@ def run_session(
         if session is None:
             from raytf.worker.session import run as session  # loads TensorFlow
         outcome = session(get_job(), get_links())
-    except (
-        BaseException
-    ) as error:  # SystemExit of user code must be told as well; nothing is swallowed
+    except BaseException as error:  # SystemExit of user code too: told below, never swallowed
         record = describe(error, line.rank, line.last_step)
         line.failed(record)
         converted = to_error(_with_text(record))
@@ -121,12 +118,17 @@ class RunLine:
         send: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self._actor = actor
-        self._send = send if send is not None else actor.progress.remote
+        self._send = send if send is not None else self._send_to_actor
+        self._last_sent: Any = None
         self.rank = rank
         self.group = group
         self.last_step: int | None = None
         self._comparisons = 0
         self._sent_at = float("-inf")
+
+    def _send_to_actor(self, record: dict[str, Any]) -> None:
+        # An async actor may run calls of one caller out of order; each waits for the one before.
+        self._last_sent = self._actor.progress.remote(record, self._last_sent)
 
     def join(self, address: str, attempt: int) -> Formation:
         answer = self._ask(self._actor.join.remote(self.rank, self.group, attempt, address))
@@ -181,8 +183,7 @@ class RunLine:
         except RayActorError as error:
             raise RaytfError(
                 f"rank {self.rank} lost the run actor ({error}). The driver that started this run "
-                "has ended, or its "
-                "node is gone; this worker ends too.",
+                "has ended, or its node is gone; this worker ends too.",
                 rank=self.rank,
                 collateral=True,
             ) from error

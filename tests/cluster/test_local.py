@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from raytf.cluster.local import _fits, embedded_size, environment
+from raytf.cluster.local import _helps, embedded_size, environment
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,7 @@ from raytf.cluster.local import _fits, embedded_size, environment
         (3, {"CPU": 0.5}, 1, 2),
         (2, {}, 8, 8),
         (2, {"CPU": 4.0}, 2, 8),
+        (500, {"CPU": 1.0}, 2, 32),
     ],
 )
 def test_workers_always_fit(workers: int, bundle: dict[str, float], here: int, cpus: int) -> None:
@@ -36,7 +37,9 @@ def test_environment_is_set_inside_only(monkeypatch: pytest.MonkeyPatch) -> None
     assert os.environ["RAYTF_TEST_B"] == "users"
 
 
-def test_an_embedded_ray_fits_or_not() -> None:
-    assert _fits({"CPU": 4.0}, 4, {"CPU": 1.0})
-    assert not _fits({"CPU": 2.0}, 4, {"CPU": 1.0})
-    assert not _fits({"CPU": 4.0}, 2, {"CPU": 1.0, "special": 1.0})
+def test_whether_a_new_embedded_ray_would_be_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert not _helps({"CPU": 4.0}, 4, {"CPU": 1.0})
+    assert _helps({"CPU": 2.0}, 4, {"CPU": 1.0})
+    assert _helps({"CPU": 4.0}, 2, {"CPU": 1.0, "special": 1.0})
+    assert not _helps({"CPU": 32.0}, 500, {"CPU": 1.0})  # no machine is made that large

@@ -25,8 +25,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 def loopback_links(rank: int, addresses: tuple[str, ...], **overrides: Any) -> Links:
-    """Links of a group whose ports are chosen beforehand; nothing is compared, progress is "
-    "dropped."""
+    """Links of a group whose ports are chosen beforehand; nothing is compared, progress is
+    dropped.
+    """
     values: dict[str, Any] = {
         "rank": rank,
         "num_workers": len(addresses),
@@ -91,8 +92,7 @@ def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float =
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], scratch: str, timeout_s: float) -> None:
-    """Until all have ended; a worker whose peer has failed may wait for it for ever and gets 20 "
-    "s."""
+    """Until all have ended; a worker whose peer has failed may wait for ever, so it gets 20 s."""
     deadline = time.monotonic() + timeout_s
     while any(w.poll() is None for w in workers) and time.monotonic() < deadline:
         for rank, worker in enumerate(workers):
