@@ -181,8 +181,8 @@ def refuse_unbuilt(**arguments: Any) -> None:
 class TrainSpec:
     """Everything one run does, apart from where it runs.
 
-    These are the arguments of `raytf.KerasTrainer` and `raytf.fit`. Where Keras has the same
-    argument, name, default and meaning are those of `model.fit`.
+    These are the arguments of `raytf.KerasTrainer` and `raytf.fit`. Those that `model.fit` has too
+    mean the same here; only `callbacks` is a function instead of a list.
 
     Attributes:
         build_model: `build_model(config)`, or `build_model()`, -> a compiled model. Runs on each
@@ -282,8 +282,7 @@ class TrainSpec:
         if isinstance(self.callbacks, list | tuple):
             raise ConfigError(
                 "callbacks must be a function that makes them on each worker, because Keras "
-                "callbacks hold a model. Write callbacks=lambda: [...]. Received: "
-                f"{type(self.callbacks).__name__}."
+                "callbacks hold a model. Write callbacks=lambda: [...]. Received: a list."
             )
         if self.callbacks is not None:
             _check_callable("callbacks", self.callbacks, "callbacks() -> list of Keras callbacks")

@@ -48,10 +48,9 @@ class KerasTrainer(GroupTrainer):
         >>> result = trainer.fit()
 
     Args:
-        build_model: `build_model(config)` -> a compiled model. Runs on each worker inside the
-            strategy's scope and may be called several times in one process: no side effects.
+        build_model: `build_model(config)` -> a compiled model; see `raytf.config.TrainSpec`.
         train_data: `ArraySource`, `ParquetSource`, any random-access sequence, or `f(ctx) ->
-            tf.data.Dataset`.
+            tf.data.Dataset`; see `raytf.config.TrainSpec`.
         resume_from: not built yet.
         resume_strict: of `resume_from`.
         scaling_config: Ray's; `num_workers` workers, elastic tuples not yet.
@@ -61,14 +60,15 @@ class KerasTrainer(GroupTrainer):
         recovery: not built yet.
         watch: not built yet.
         drill: not built yet.
-        **arguments: fields of `raytf.config.TrainSpec`: `validation_data`, `validation_freq`,
-            `global_batch_size`, `epochs`, `initial_epoch`, `seed`, `shuffle`, `drop_remainder`,
-            `transform`, `callbacks`, `class_weight`, `verbose`, `config`, `strategy`,
-            `legacy_keras`, `deterministic`, `communication`.
+        **arguments: `validation_data`, `validation_freq`, `global_batch_size`, `epochs`,
+            `initial_epoch`, `seed`, `shuffle`, `drop_remainder`, `transform`, `callbacks`,
+            `class_weight`, `verbose`, `config`, `strategy`, `legacy_keras`, `deterministic`,
+            `communication`. What each means and why it has its default is written with the fields
+            of `raytf.config.TrainSpec` (`help(raytf.config.TrainSpec)`).
 
     Raises:
         ConfigError: an argument cannot work, or is not built yet. Nothing has been started then.
-        DataError: the data cannot be used.
+        DataError: the data cannot be used. Nothing has been started then.
     """
 
     _session: Session | None = None  # what workers run; tests put a stand-in here
@@ -115,16 +115,20 @@ class KerasTrainer(GroupTrainer):
             Metrics, history and where the trained model lies.
 
         Raises:
-            TrainingError: user code or TensorFlow raised on a worker; the message holds its
-                traceback.
+            TrainingError: user code or TensorFlow raised on a worker, or a worker process died; the
+                message holds the traceback.
+            ConfigError: the built model or its callbacks cannot be trained on several workers; the
+                message names what and why.
+            ModelMismatchError: `build_model` gave different models on different workers.
+            DataError: reading showed what could not be known before (a NaN target in a file, a
+                sample of another shape, factories that end at different steps).
             StartupError: the worker group did not come up.
             ResourceError: the cluster can never hold the workers.
         """
         if self._has_model():
             _log.warning(
-                "%s holds a finished run. Resuming is not built yet: training starts anew and its "
-                "model will replace "
-                "the old one.",
+                "%s holds a finished run. Resuming is not built yet: training starts anew, and its "
+                "model will replace the old one.",
                 self.storage.url,
             )
         job = Job(spec=self.spec, output=(self.storage.fs, self.storage.join(FINAL).path))
@@ -137,11 +141,16 @@ class KerasTrainer(GroupTrainer):
         """Evaluates the trained model on a fresh worker group.
 
         Args:
-            data: as `train_data`, with targets. Every row counts once.
+            data: as `train_data`, with targets. Every row counts once; `transform` and
+                `class_weight` are of the training and not used.
             global_batch_size: the training's by default.
 
         Returns:
             Keras's metric names and values.
+
+        Raises:
+            NotFoundError: nothing has been trained yet.
+            RaytfError: as from `fit`.
         """
         run = self._with_weights("evaluate", data, global_batch_size)
         return {name: float(value) for name, value in run.outcome["metrics"].items()}
@@ -150,12 +159,16 @@ class KerasTrainer(GroupTrainer):
         """Predicts with the trained model on a fresh worker group.
 
         Args:
-            data: as `train_data`; targets are ignored.
+            data: as `train_data`, but no factory; targets are ignored.
             global_batch_size: the training's by default.
 
         Returns:
             NumPy arrays in the structure of the model's outputs, one row for each row of `data`, in
             its order.
+
+        Raises:
+            NotFoundError: nothing has been trained yet.
+            RaytfError: as from `fit`.
         """
         run = self._with_weights("predict", data, global_batch_size, collect="rows")
         return in_row_order(run.delivered)
@@ -230,11 +243,14 @@ def fit(build_model: Callable[..., Any], train_data: Any, **arguments: Any) -> d
             to the trainer that runs the loop.
 
     Returns:
-        `history`, `metrics`, `steps`, `epochs`, `weights_sha256`; equal on all ranks.
+        A dict, equal on all ranks: `history` (metric name -> one value per epoch), `metrics` (the
+        last epoch's), `steps`, `epochs` (both as trained), `weights_sha256` (over
+        `model.get_weights()`), `threads` (of TensorFlow, per worker), `generation` (1 if the group
+        formed at once).
 
     Raises:
         ConfigError: wrong arguments, not called from a Ray Train worker, or too late.
-        TrainingError: user code or TensorFlow raised.
+        RaytfError: as from `KerasTrainer.fit`.
     """
     display: list[Display] = []
 
@@ -257,15 +273,13 @@ def _place(run_config: RunConfig | None) -> tuple[Storage, RunConfig]:
     if given.checkpoint_config != CheckpointConfig():
         raise ConfigError(
             "RunConfig(checkpoint_config=...): checkpoints while training are not built yet in "
-            "this version. Leave it "
-            "out."
+            "this version. Leave it out."
         )
     root = resolve(given.storage_path, given.storage_filesystem)
     if root.is_process_local:
         raise ConfigError(
             f"storage_path={given.storage_path!r} lives in the memory of one process; the workers "
-            "are others. Use a "
-            "directory or an object store that all nodes reach."
+            "are others. Use a directory or an object store that all nodes reach."
         )
     name = str(given.name)
     if _RAY_DEFAULT_NAME.fullmatch(name):  # Ray fills one in that two runs of the same second share

@@ -150,8 +150,7 @@ def _filesystem_class(scheme: str) -> Any:
     except ValueError as error:
         raise ConfigError(
             f"{scheme}:// is no known kind of storage. Use a local path, s3://, gs://, abfs:// or "
-            "any scheme that an "
-            "installed fsspec package registers."
+            "any scheme that an installed fsspec package registers."
         ) from error
 
 

@@ -1,11 +1,10 @@
-"""What Ray Train does for raytf on each worker before the train function: the environment, and
-TensorFlow's import.
+"""What Ray Train does for raytf on each worker before the train function runs.
 
-Owns the one moment before TensorFlow is imported. Does not pick ports or write TF_CONFIG: a port is
-found by the worker itself, late, and agreed on through the run actor (`rendezvous`), because a port
-that was free when the group started may be taken when TensorFlow wants it. Imports
-`ray.train.backend` only, which loads no TensorFlow: this module is unpickled on the driver, the
-controller and every worker.
+Owns the one moment before TensorFlow is imported, and that import. Does not pick ports or write
+TF_CONFIG: a port is found by the worker itself, late, and agreed on through the run actor
+(`rendezvous`), because a port that was free when the group started may be taken when TensorFlow
+wants it. Imports `ray.train.backend` only, which loads no TensorFlow: this module is unpickled on
+the driver, the controller and every worker.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ __all__ = [
     "set_worker_env",
 ]
 
-GROUP_ENV = (
-    "RAYTF_GROUP"  # which set of worker processes this one belongs to; read by `cluster.worker`
-)
+# Which set of worker processes this one belongs to; read by `cluster.worker`.
+GROUP_ENV = "RAYTF_GROUP"
 _import_thread: threading.Thread | None = None
 
 
@@ -62,11 +60,10 @@ def set_worker_env(*, legacy_keras: bool) -> None:
 
 
 def start_imports(*, legacy_keras: bool) -> None:
-    """Runs first of all on each worker: sets the environment and starts TensorFlow's import in a
-    thread.
+    """Runs first of all on each worker: sets the environment, starts TensorFlow's import.
 
-    The import overlaps with what Ray still has to do; `wait_for_imports` is the other end. Again
-    does nothing.
+    The import goes on in a thread while Ray does what it still has to do; `wait_for_imports` is the
+    other end. A second call does nothing.
     """
     global _import_thread
     if _import_thread is not None:

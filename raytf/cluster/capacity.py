@@ -1,5 +1,4 @@
-"""Can the cluster ever hold the worker group? Asked before anything starts, so that nobody waits
-without end.
+"""Can the cluster ever hold the worker group? Asked first, so that nobody waits without end.
 
 `check` is pure: node resources, node types of the autoscaler and the wanted bundle in, a verdict
 out. `check_cluster` asks a live Ray for these.
@@ -115,8 +114,7 @@ def _most(
 def _too_small(asked: str, why: str, num_workers: int, bundle: Resources) -> ResourceError:
     return ResourceError(
         f"asked for {asked}, but the cluster can never hold them: {why}. Lower num_workers or "
-        "resources_per_worker, or "
-        "use a larger cluster.",
+        "resources_per_worker, or use a larger cluster.",
         num_workers=num_workers,
         bundle=dict(bundle),
     )

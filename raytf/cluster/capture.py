@@ -1,5 +1,4 @@
-"""Do the user's functions carry TensorFlow or Keras objects, or anything else that cannot travel to
-a worker?
+"""Do the user's functions carry anything that cannot travel to a worker?
 
 Functions travel by pickle with the variables they use. A model, layer or optimizer among them was
 made on the driver: it cannot be unpickled before the worker has set up its strategy, or at all.
@@ -47,8 +46,8 @@ def _check_objects(argument: str, function: Any) -> None:
             root = kind.__module__.split(".")[0]
             raise ConfigError(
                 f"{argument} uses the variable {name!r}, which holds a {root} object "
-                f"({kind.__name__}). It was made on "
-                f"the driver and cannot go to the workers: build it inside the function."
+                f"({kind.__name__}). It was made on the driver and cannot go to the workers: build "
+                "it inside the function."
             )
 
 
@@ -80,10 +79,10 @@ def _items(value: Any) -> Iterator[Any]:
 
 
 def captured(function: Any) -> list[tuple[str, Any]]:
-    """Variables that a function brings along: closure, defaults, globals it names, bound object;
-    nested ones too.
+    """Variables that a function brings along, nested ones too.
 
-    Other functions of the user among them are walked as well; those of installed packages are not.
+    They are in its closure, defaults and bound object, and the globals it names. Other functions of
+    the user among them are walked as well; those of installed packages are not.
     """
     found: list[tuple[str, Any]] = []
     seen: set[int] = set()
@@ -166,8 +165,7 @@ def _check_pickle(argument: str, function: Any) -> None:
         what = f"the variable {culprits[0]!r}" if culprits else "something it uses"
         raise ConfigError(
             f"{argument} cannot be sent to the workers because {what} cannot be pickled: {error}. "
-            "Make it inside the "
-            "function, or pass plain values through `config`."
+            "Make it inside the function, or pass plain values through `config`."
         ) from error
 
 

@@ -25,9 +25,7 @@ from raytf.errors import RaytfError
 
 __all__ = ["close_run", "run_controller"]
 
-_POLL_S = (
-    1.0  # longest wait of one look at the run actor; it answers at once when something happens
-)
+_POLL_S = 1.0  # longest wait for the run actor, which answers at once when something happens
 _ABORT_S = 20.0
 
 

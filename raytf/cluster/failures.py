@@ -1,5 +1,4 @@
-"""What went wrong, as plain data: from an exception on a worker to the one error that the driver
-raises.
+"""What went wrong, as plain data: from a worker's exception to the one error of the driver.
 
 Pure. An *error record* is a dict of plain values: `rank`, `type` (a raytf error's name), `message`,
 `context`, `error_type` (the original exception's name), `headline`, `traceback` (text) and
@@ -61,9 +60,8 @@ def is_collateral(error: BaseException) -> bool:
 def plain(value: Any) -> Any:
     """A copy of plain containers in which everything that is not plain is replaced by its text."""
     if value is None or isinstance(value, bool | int | float | str):
-        return (
-            value if type(value) in (type(None), bool, int, float, str) else _to_plain_scalar(value)
-        )
+        known = type(value) in (type(None), bool, int, float, str)
+        return value if known else _to_plain_scalar(value)
     if isinstance(value, Mapping):
         return {k if isinstance(k, int | str) else str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -110,11 +108,8 @@ def describe(error: BaseException, rank: int, step: int | None = None) -> dict[s
 
 def _qualified(error: BaseException) -> str:
     kind = type(error)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    is_builtin = kind.__module__ == "builtins"
+    return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _traceback_text(error: BaseException) -> str:

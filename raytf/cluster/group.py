@@ -1,5 +1,4 @@
-"""A Ray trainer that runs one Job on one worker group: the Ray half of KerasTrainer, without its
-arguments.
+"""A Ray trainer that runs one Job on one worker group: the Ray half of KerasTrainer.
 
 Owns one run from the first process to the last: run actor, controller, mapping of Ray's errors,
 clean-up. An instance of `ray.train.tensorflow.TensorflowTrainer` that loads TensorFlow neither on
@@ -136,8 +135,7 @@ class GroupTrainer(TensorflowTrainer):
             self._run_actor = None
 
     def _run(self, job: Job, name: str, watch: _Watch, collect: str | None) -> GroupRun:
-        # These two travel to the controller by reference to the same objects that Ray's context
-        # holds.
+        # Ray's context holds these two objects already, so that they go to the controller with it.
         self._worker_config.update(run_actor=name, job=[_put(job)])
         self._backend_config.run_actor = name
         try:
@@ -207,6 +205,6 @@ def _put(job: Job) -> ray.ObjectRef:
     except Exception as error:  # pickling raises whatever the object's own code raises
         raise DataError(
             f"train_data or validation_data cannot be sent to the workers: {error}. Sources "
-            "travel by pickle; open "
-            "files and connections inside the source's methods, not in its constructor."
+            "travel by pickle; open files and connections inside the source's methods, not in its "
+            "constructor."
         ) from error

@@ -33,22 +33,23 @@ def check_keras_choice(
     environ: Mapping[str, str] | None = None,
     version_of: Callable[[str], str | None] = _installed,
 ) -> None:
-    """Raises ConfigError if the chosen Keras is missing, of an unknown version, or contradicted by
-    the environment.
+    """Checks that the chosen Keras is there and that the environment agrees.
 
     Args:
         legacy_keras: the choice.
         environ: `os.environ` if None.
         version_of: package name -> installed version or None.
+
+    Raises:
+        ConfigError: it is missing, of an unknown version, or contradicted by the environment.
     """
     said = (os.environ if environ is None else environ).get("TF_USE_LEGACY_KERAS")
     if said is not None and (said.lower() in _TRUE) != legacy_keras:
         wanted = "tf_keras" if said.lower() in _TRUE else "Keras 3"
         raise ConfigError(
             f"TF_USE_LEGACY_KERAS={said} in the environment asks for {wanted}, "
-            f"legacy_keras={legacy_keras} for "
-            f"{'tf_keras' if legacy_keras else 'Keras 3'}. Unset the variable, or pass "
-            f"legacy_keras={not legacy_keras}."
+            f"legacy_keras={legacy_keras} for {'tf_keras' if legacy_keras else 'Keras 3'}. Unset "
+            f"the variable, or pass legacy_keras={not legacy_keras}."
         )
     if legacy_keras:
         if version_of("tf_keras") is None:
@@ -65,8 +66,7 @@ def check_keras_choice(
     if not low <= _numbers(found) < high:
         raise ConfigError(
             f"Keras {found} is installed; this version of raytf trains with Keras {supported}. "
-            "Install one of "
-            "these, or train with tf_keras: legacy_keras=True."
+            "Install one of these, or train with tf_keras: legacy_keras=True."
         )
 
 

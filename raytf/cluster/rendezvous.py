@@ -1,13 +1,11 @@
 """Who has joined, which generation, who is missing: the rules by which ranks form a group.
 
 Pure: no clock (time is an argument, in seconds), no Ray, no waiting. The run actor holds one
-    `Rendezvous`, asks it and
-waits; this module only answers with values.
+`Rendezvous`, asks it and waits; this module only answers with values.
 
 Words: a *group* is one set of worker processes that Ray started together; Ray replaces all of them
-    after a failure. An
-*attempt* counts, within a group, the tries to bind ports. A *generation* is one formed set of
-addresses and never comes twice in a run, over all groups and attempts.
+after a failure. An *attempt* counts, within a group, the tries to bind ports. A *generation* is one
+formed set of addresses and never comes twice in a run, over all groups and attempts.
 """
 
 from __future__ import annotations
@@ -85,9 +83,7 @@ class Rendezvous:
     _joined: dict[int, str] = field(default_factory=dict)
     _since: float | None = None  # first join of this attempt
     _current: _Formed | None = None
-    _formed: dict[int, _Formed] = field(
-        default_factory=dict
-    )  # attempt -> what formed, of this group
+    _formed: dict[int, _Formed] = field(default_factory=dict)  # of this group, by attempt
 
     def begin(self, group: str, now: float) -> None:
         """A new set of processes: forgets the old one, whose late calls are refused from now on."""
@@ -119,10 +115,8 @@ class Rendezvous:
         if attempt > self.attempt:
             self.attempt, self._joined, self._current = attempt, {}, None
         if attempt == self.attempt and self._current is None:
-            if not self._joined:
-                self._since = (
-                    now  # the limit runs from the first rank that is there, not from process start
-                )
+            if not self._joined:  # the limit runs from the first rank, not from process start
+                self._since = now
             self._joined[rank] = address
             if len(self._joined) == self.num_workers:
                 self._form(now)
@@ -242,9 +236,9 @@ class Rendezvous:
         return _failed(
             "StartupError",
             f"{listed_ranks(missing)} of {self.num_workers} did not join within "
-            f"{self.startup_timeout_s:g} s. "
-            f"Joined: {known}. Look at the log of the missing process (`ray logs`), or raise "
-            "CommunicationConfig(startup_timeout_s=...) if its machine is just slow.",
+            f"{self.startup_timeout_s:g} s. Joined: {known}. Look at the log of the missing "
+            "process (`ray logs`), or raise CommunicationConfig(startup_timeout_s=...) if its "
+            "machine is just slow.",
             missing_ranks=missing,
             addresses=dict(self._joined),
         )
@@ -281,8 +275,7 @@ class Rendezvous:
         return _failed(
             "StartupError",
             f"The workers found no free ports in {formed.attempt} attempts. Last: {texts}. "
-            "Something on these hosts "
-            "takes ports as fast as raytf finds them; raise "
+            "Something on these hosts takes ports as fast as raytf finds them; raise "
             "CommunicationConfig(max_port_attempts=...).",
             ranks=list(errors),
             addresses=dict(enumerate(formed.addresses)),
@@ -295,10 +288,9 @@ _NOTHING = "nothing"
 def first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
     """First place where two signatures differ: (path, value in a, value in b).
 
-    A signature is made of nested dicts, lists and plain values.
-
-    A dict that has a "path" (or "name") entry is named by it, so that a variable is called by its
-    own path rather than by its number.
+    A signature is made of nested dicts, lists and plain values. A dict that has a "path" (or
+    "name") entry is named by it, so that a variable is called by its own path rather than by its
+    number.
     """
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(k for k in b if k not in a)]:
@@ -349,12 +341,10 @@ def mismatch_text(signatures: dict[int, Any]) -> str | None:
             others = [r for r in ranks[1:] if signatures[r] != signatures[ranks[0]]]
             return (
                 f"build_model gave different models: at {path!r} rank {ranks[0]} has "
-                f"{_short(ours)} and rank {rank} "
-                f"has {_short(theirs)} ({listed_ranks(others)} of {len(ranks)} differ from rank "
-                f"{ranks[0]}). "
-                "build_model must give the same model on every worker: take sizes and "
-                "vocabularies from `config`, "
-                "not from files, environment or random numbers of one machine."
+                f"{_short(ours)} and rank {rank} has {_short(theirs)} ({listed_ranks(others)} of "
+                f"{len(ranks)} differ from rank {ranks[0]}). build_model must give the same model "
+                "on every worker: take sizes and vocabularies from `config`, not from files, "
+                "environment or random numbers of one machine."
             )
     return None
 

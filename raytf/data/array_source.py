@@ -188,8 +188,9 @@ class ArraySource:
     raytf.ArraySource({"image": images, "meta": meta}, (labels, boxes), sample_weight=weights)
     ```
 
-    Arrays are kept as they are given: same dtype (Keras's `fit` would make float64 to float32), no
-    copy. NaN in `y` is looked for in arrays in memory only; weights are always read and checked.
+    Arrays are kept as they are given, without a copy. float64 becomes Keras's `floatx` (float32)
+    when a batch is made on a worker, as in `model.fit`; all other dtypes stay. NaN in `y` is looked
+    for in arrays in memory only; weights are always read and checked.
 
     Args:
         x: an array, or a tuple or dict (also nested) of arrays for several inputs. An array is

@@ -295,8 +295,8 @@ def share(batch_rows: int, num_workers: int, rank: int) -> tuple[int, int]:
     """Returns the part [start, stop) of a batch that a worker takes.
 
     Shares are contiguous, in the order of ranks, cover the batch and differ by at most one row; the
-    first ranks take the extra rows. A share is empty when the batch has fewer rows than there are
-    workers before it.
+    first ranks take the extra rows. The last ranks' shares are empty when the batch has fewer rows
+    than there are workers.
 
     Args:
         batch_rows: rows of the global batch, >= 0.
@@ -316,9 +316,7 @@ def share(batch_rows: int, num_workers: int, rank: int) -> tuple[int, int]:
 def sample_keys(seed: int, epoch: int, rows: Rows) -> Rows:
     """Returns a random key per sample, for reproducible augmentation.
 
-    A key is a function of (seed, epoch, row) only.
-
-    Within an epoch no two rows have the same key.
+    A key is a function of (seed, epoch, row) only; within an epoch no two rows have the same.
 
     Args:
         seed: in [0, 2**64).

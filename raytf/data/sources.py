@@ -100,8 +100,8 @@ def as_source(data: Any, name: str) -> Source | Factory:
         return data
     if isinstance(data, Iterable):
         raise ConfigError(
-            f"{name} is a {kind}, which has no random access: raytf reads any "
-            "sample by its number, so that it can resume exactly. Give raytf.ArraySource, "
+            f"{name} is a {kind}, which has no random access: raytf reads any sample by its "
+            "number, so that any worker can have any batch. Give raytf.ArraySource, "
             "raytf.ParquetSource, an object with __len__ and __getitem__, or a function "
             "f(ctx) -> tf.data.Dataset."
         )
