@@ -94,6 +94,7 @@ class Loop:
             seconds = self.clock() - began
             if self.validation is not None and (epoch + 1) % validation_freq == 0:
                 logs.update({f"val_{k}": v for k, v in self.evaluate(self.validation).items()})
+                self._tell(kind="phase", phase="training")
             self.callbacks.on_epoch_end(epoch, dict(logs))
             self._agree()
             self._tell(kind="epoch", epoch=epoch, logs=logs, seconds=seconds, rows=rows)
@@ -119,7 +120,6 @@ class Loop:
                     break
         logs = self.read_logs("test")
         self.callbacks.on_test_end(dict(logs))
-        self._tell(kind="phase", phase="training")
         return logs
 
     def _run(self, execution: Execution) -> None:
