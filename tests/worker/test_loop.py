@@ -12,6 +12,11 @@ pytestmark = pytest.mark.tf
 ROWS, BATCH, EPOCHS = 10, 4, 3
 
 
+@pytest.fixture(autouse=True)
+def the_choice_of_a_keras_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")  # put back afterwards, whoever changed it
+
+
 def recorder(keras: Any, calls: list[Any], stop_after: int | None = None) -> Any:
     class Recorder(keras.callbacks.Callback):
         pass
