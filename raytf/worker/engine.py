@@ -134,9 +134,8 @@ def engine_for(legacy_keras: bool) -> Engine:
         if is_legacy != legacy_keras:
             raise ConfigError(
                 f"legacy_keras={legacy_keras}, but tf.keras is already "
-                f"{'tf_keras' if is_legacy else 'Keras 3'} in this "
-                f"process (TF_USE_LEGACY_KERAS was {set_before!r}). Use tf.keras only after "
-                "raytf.fit has begun, or set "
+                f"{'tf_keras' if is_legacy else 'Keras 3'} in this process (TF_USE_LEGACY_KERAS "
+                f"was {set_before!r}). Use tf.keras only after raytf.fit has begun, or set "
                 f"legacy_keras={is_legacy}."
             )
     if legacy_keras:

@@ -148,8 +148,7 @@ def read_weights(model: Any, fs: Any, path: str) -> None:
         if i >= len(mine) or i >= len(values) or tuple(mine[i].shape) != values[i].shape:
             raise ConfigError(
                 f"build_model does not give the model that was trained: weight {i} is {have} here "
-                f"and {there} in "
-                f"{path}. Use the build_model and config of the run.",
+                f"and {there} in {path}. Use the build_model and config of the run.",
                 path=path,
             )
     model.set_weights(values)
@@ -183,16 +182,14 @@ def load_model(
         if not model.weights:
             raise ConfigError(
                 "build_model gives a model without weights yet. Give it an input shape "
-                "(keras.Input) or call "
-                "model.build(...) in it."
+                "(keras.Input) or call model.build(...) in it."
             )
         read_weights(model, fs, path)
         return model
     if index["model"] is None:
         raise ConfigError(
             f"Keras cannot rebuild this model from its config ({index['model_error']}). Give "
-            "build_model=, the function "
-            "it was trained with.",
+            "build_model=, the function it was trained with.",
             path=path,
         )
     with tempfile.TemporaryDirectory() as scratch:

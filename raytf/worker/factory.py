@@ -100,10 +100,8 @@ class FactoryExecutions:
         return DataError(
             f"the data factory gave ranks different numbers of batches: in epoch {epoch}, rank(s) "
             f"{', '.join(map(str, ended))} had {steps}, rank(s) {', '.join(map(str, more))} at "
-            f"least {steps + 1}. All "
-            f"ranks stopped after step {steps}. Cut all to the same number (`dataset.take(n)`), or "
-            "use a source, whose "
-            "batches raytf divides itself.",
+            f"least {steps + 1}. All ranks stopped after step {steps}. Cut all to the same number "
+            "(`dataset.take(n)`), or use a source, whose batches raytf divides itself.",
             epoch=epoch,
             step=steps,
             ranks=ended,

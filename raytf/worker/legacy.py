@@ -137,8 +137,8 @@ class _Steps:
         if isinstance(share, float) and share == 0.0:
             raise ConfigError(
                 "the last batch has fewer rows than there are workers, which tf_keras cannot "
-                "count. Use "
-                "drop_remainder=True, another global_batch_size, or Keras 3 (legacy_keras=False)."
+                "count. Use drop_remainder=True, another global_batch_size, or Keras 3 "
+                "(legacy_keras=False)."
             )
 
         @tf.autograph.experimental.do_not_convert

@@ -124,6 +124,5 @@ def check_model(model: Any) -> None:
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ConfigError(
                 f"layer {layer.name!r} is a stateful RNN: its state belongs to the rows of one "
-                "rank and cannot be kept "
-                "equal on all ranks. Use stateful=False."
+                "rank and cannot be kept equal on all ranks. Use stateful=False."
             )

@@ -113,8 +113,7 @@ def predict(job: Job, links: Links, engine: Engine) -> None:
     if is_factory(spec.train_data):
         raise ConfigError(
             "predict needs data with row numbers (ArraySource, ParquetSource, a sequence); a "
-            "factory "
-            "has none."
+            "factory has none."
         )
     source = as_source(spec.train_data, "data")
     feed = make_feed(spec, links, engine, source, for_training=False)

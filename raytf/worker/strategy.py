@@ -39,8 +39,7 @@ def configure(num_cpus: float, num_gpus: float, deterministic: bool) -> int:
         raise StartupError(
             f"This worker was given {num_gpus:g} GPU, but TensorFlow {tf.__version__} sees none "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Install "
-            "tensorflow[and-cuda] on the "
-            "workers, or set use_gpu=False."
+            "tensorflow[and-cuda] on the workers, or set use_gpu=False."
         )
     if not num_gpus:
         tf.config.set_visible_devices([], "GPU")
