@@ -49,9 +49,6 @@ class RunActor:
         self._last_error: str | None = None  # of the group before
         self._placement: list[str] = []
 
-    async def ping(self) -> bool:
-        return True
-
     async def begin(self, group: str, placement_group: str | None = None) -> None:
         """A new set of worker processes starts: all of the old one is forgotten, errors too."""
         if group == self._meeting.group:
