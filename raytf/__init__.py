@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from raytf.config import CommunicationConfig, RecoveryConfig, SaveConfig, WatchConfig
     from raytf.data import ArraySource, ParquetSource, SequenceSource
     from raytf.errors import (
+        CheckpointDamagedError,
         ConfigError,
         DataError,
         ModelMismatchError,
         NotFoundError,
         RaytfError,
         ResourceError,
+        RunInUseError,
         StartupError,
+        StorageError,
+        SupersededError,
         TrainingError,
     )
     from raytf.result import RunResult
@@ -28,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArraySource",
+    "CheckpointDamagedError",
     "CommunicationConfig",
     "ConfigError",
     "DataError",
@@ -38,10 +43,13 @@ __all__ = [
     "RaytfError",
     "RecoveryConfig",
     "ResourceError",
+    "RunInUseError",
     "RunResult",
     "SaveConfig",
     "SequenceSource",
     "StartupError",
+    "StorageError",
+    "SupersededError",
     "TrainingError",
     "WatchConfig",
     "__version__",
@@ -54,13 +62,17 @@ _HOMES = {
     "raytf.config": ("CommunicationConfig", "RecoveryConfig", "SaveConfig", "WatchConfig"),
     "raytf.data": ("ArraySource", "ParquetSource", "SequenceSource"),
     "raytf.errors": (
+        "CheckpointDamagedError",
         "ConfigError",
         "DataError",
         "ModelMismatchError",
         "NotFoundError",
         "RaytfError",
         "ResourceError",
+        "RunInUseError",
         "StartupError",
+        "StorageError",
+        "SupersededError",
         "TrainingError",
     ),
     "raytf.result": ("RunResult",),

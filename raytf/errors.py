@@ -10,13 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CheckpointDamagedError",
     "ConfigError",
     "DataError",
     "ModelMismatchError",
     "NotFoundError",
     "RaytfError",
     "ResourceError",
+    "RunInUseError",
     "StartupError",
+    "StorageError",
+    "SupersededError",
     "TrainingError",
 ]
 
@@ -82,3 +86,23 @@ class TrainingError(RaytfError):
 
 class NotFoundError(RaytfError, LookupError):
     """A run, a model or a checkpoint is not where it was looked for."""
+
+
+class RunInUseError(ConfigError):
+    """Another driver, which is alive, trains under the same name in the same storage."""
+
+
+class SupersededError(RaytfError):
+    """Another attempt has taken the run over; this one must not write to its store any more."""
+
+
+class StorageError(RaytfError):
+    """The store cannot be written, listed or read; `context` names the path, and the rank where
+    there is one.
+    """
+
+
+class CheckpointDamagedError(RaytfError):
+    """Bytes of a checkpoint are missing, too few or not those that were written; `context` names
+    the path.
+    """

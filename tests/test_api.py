@@ -28,6 +28,7 @@ from raytf.config import (
 
 NAMES = [
     "ArraySource",
+    "CheckpointDamagedError",
     "CommunicationConfig",
     "ConfigError",
     "DataError",
@@ -38,10 +39,13 @@ NAMES = [
     "RaytfError",
     "RecoveryConfig",
     "ResourceError",
+    "RunInUseError",
     "RunResult",
     "SaveConfig",
     "SequenceSource",
     "StartupError",
+    "StorageError",
+    "SupersededError",
     "TrainingError",
     "WatchConfig",
     "__version__",
