@@ -1,0 +1,161 @@
+"""Drills: what can be written, and that each kill fires once per run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raytf.errors import ConfigError
+from raytf.faults.drill import PHASES, Injector, Kill, parse_drill
+
+
+def test_grammar() -> None:
+    assert parse_drill("kill rank=1 step=30") == (Kill(1, 30, "step", 0),)
+    text = " kill rank=1  step=30 phase=copy ;kill step=0 rank=0;"
+    assert parse_drill(text) == (Kill(1, 30, "copy", 0), Kill(0, 0, "step", 1))
+    for phase in PHASES:
+        assert parse_drill(f"kill phase={phase} rank=2 step=5")[0].phase == phase
+
+
+def test_equal_kills_have_different_names() -> None:
+    ids = [kill.id for kill in parse_drill("kill rank=1 step=30; kill rank=1 step=30")]
+    assert ids == ["kill-0-rank1-step30-step", "kill-1-rank1-step30-step"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no kill"),
+        (" ; ", "no kill"),
+        ("stop rank=1 step=2", "'stop' is no fault"),
+        ("kill rank=1", "step= is missing"),
+        ("kill step=1", "rank= is missing"),
+        ("kill rank=-1 step=1", "rank must be an integer >= 0, received '-1'"),
+        ("kill rank=1 step=x", "step must be an integer >= 0, received 'x'"),
+        ("kill rank=1 step=", "received ''"),
+        ("kill rank=1 step=1.5", "received '1.5'"),
+        ("kill rank=1 step=1 phase=save", "phase must be one of data, step, copy"),
+        ("kill rank=1 step=1 step=2", "step is given twice"),
+        ("kill rank=1 step=1 when=now", "'when=now' is none of"),
+        ("kill rank=1 step=1, kill rank=0 step=2", "'kill' is none of"),
+        ("kill rank 1 step 2", "'rank' is none of"),
+    ],
+)
+def test_what_cannot_be_read_teaches(text: str, why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_drill(text)
+    assert why in str(error.value)
+    assert 'drill="kill rank=1 step=30' in str(error.value)
+
+
+def test_a_rank_that_does_not_exist() -> None:
+    assert parse_drill("kill rank=1 step=2", num_workers=2)
+    with pytest.raises(ConfigError, match="no rank of 2 workers"):
+        parse_drill("kill rank=2 step=2", num_workers=2)
+
+
+class Marks:
+    def __init__(self) -> None:
+        self.marks: list[str] = []
+        self.log: list[str] = []
+        self.asked = 0
+
+    def injector(self, text: str, rank: int) -> Injector:
+        return Injector(
+            parse_drill(text), rank, self.has_fired, self.mark, lambda: self.log.append("dead")
+        )
+
+    def has_fired(self, name: str) -> bool:
+        self.asked += 1
+        return name in self.marks
+
+    def mark(self, name: str) -> None:
+        self.marks.append(name)
+        self.log.append(name)
+
+
+def test_marks_before_it_kills_and_fires_at_the_first_call_at_or_behind_the_step() -> None:
+    marks = Marks()
+    injector = marks.injector("kill rank=0 step=30 phase=copy", 0)
+    for step in (0, 20, 29):
+        injector.at("copy", step)
+    injector.at("step", 100)
+    assert marks.log == []
+    assert injector.pending("copy")
+    assert not injector.pending("step")
+    injector.at("copy", 40)
+    assert marks.log == ["kill-0-rank0-step30-copy", "dead"]
+    injector.at("copy", 50)
+    assert len(marks.log) == 2
+    assert not injector.pending("copy")
+
+
+def test_once_per_run_over_restarts_and_equal_kills_twice() -> None:
+    marks = Marks()
+    text = "kill rank=0 step=3; kill rank=1 step=3; kill rank=0 step=3"
+    for _ in range(4):  # restarts
+        marks.injector(text, 0).at("step", 3)
+    assert marks.log == [
+        *("kill-0-rank0-step3-step", "dead"),
+        *("kill-2-rank0-step3-step", "dead"),
+    ]
+
+
+def test_one_call_fires_one_kill() -> None:
+    marks = Marks()
+    marks.injector("kill rank=0 step=9; kill rank=0 step=2", 0).at("step", 10)
+    assert marks.marks == ["kill-1-rank0-step2-step"]  # the earlier step first
+
+
+def test_nothing_left_asks_nobody() -> None:
+    marks = Marks()
+    injector = marks.injector("kill rank=1 step=1", 0)
+    assert marks.asked == 0
+    for step in range(100):
+        injector.at("step", step)
+    assert marks.asked == 0
+    assert marks.log == []
+
+
+def test_a_mark_that_fails_is_loud_and_kills_nothing() -> None:
+    def fails(name: str) -> None:
+        raise OSError("disk full")
+
+    def kill() -> None:
+        pytest.fail("killed without a mark")
+
+    injector = Injector(parse_drill("kill rank=0 step=1"), 0, lambda name: False, fails, kill)
+    with pytest.raises(OSError, match="disk full"):
+        injector.at("step", 1)
+    assert injector.pending("step")
+
+
+_SCRIPT = """
+import pathlib, sys
+from raytf.faults.drill import Injector, parse_drill
+at = pathlib.Path(sys.argv[1])
+injector = Injector(
+    parse_drill("kill rank=0 step=2; kill rank=0 step=4"), 0,
+    lambda name: (at / name).exists(), lambda name: (at / name).touch(),
+)
+try:
+    for step in range(6):
+        print(step, flush=True)
+        injector.at("step", step)
+finally:
+    print("cleaned up", flush=True)
+"""
+
+
+def test_a_real_process_dies_at_once_and_once_per_kill(tmp_path: Path) -> None:
+    ends = []
+    for _ in range(3):
+        command = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+        ends.append((run.returncode, run.stdout.split("\n")[-2]))
+    killed = -signal.SIGKILL
+    assert ends == [(killed, "2"), (killed, "4"), (0, "cleaned up")]
