@@ -66,17 +66,40 @@ def _check_callable(name: str, value: Any, hint: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveConfig:
-    """When checkpoints are written and which are kept."""
+    """When checkpoints are written, which are kept, and how long training goes on without any.
+
+    Any of `every_steps`, `every_s`, `every_epochs` may be combined; what is due first saves. With
+    none of them `cadence` is "auto". A run also saves at its end, and at the end of each epoch in
+    which `keep_best` has a value. What is due at an epoch's last step waits for the end of that
+    epoch, so that its metrics and callbacks are in it.
+
+    Attributes:
+        every_steps: steps of the run between saves, counted from its start.
+        every_s: seconds between saves, by rank 0's clock.
+        every_epochs: epochs between saves.
+        cadence: "auto" measures what a save costs and saves as often as `max_overhead` allows, from
+            every 10 s to every 10 minutes. None: "auto" if no `every_*` is given, else "fixed".
+        max_overhead: share of wall time that cadence="auto" may spend on saving, in (0, 1).
+        keep_last: newest checkpoints to keep. None: 3, unless another rule, or
+            `RunConfig.checkpoint_config`, says what to keep.
+        keep_best: name of a metric, as in the history (`val_accuracy`); its best checkpoint is
+            kept.
+        best_mode: whether lower ("min") or higher ("max") is better.
+        keep_every: checkpoints whose step is a multiple of it are kept for good.
+        max_stale_saves: saves in a row that may fail before the run stops.
+        max_stale_s: age of the newest durable state, in seconds, at which a run whose saves fail
+            stops.
+    """
 
     every_steps: int | None = None
     every_s: float | None = None
     every_epochs: int | None = None
-    cadence: Literal["fixed", "auto"] = "fixed"
-    max_overhead: float = 0.02  # share of wall time that cadence="auto" may spend on saving
+    cadence: Literal["fixed", "auto"] | None = None
+    max_overhead: float = 0.02
     keep_last: int | None = None
-    keep_best: str | None = None  # name of a metric
+    keep_best: str | None = None
     best_mode: Literal["min", "max"] = "min"
-    keep_every: int | None = None  # steps
+    keep_every: int | None = None
     max_stale_saves: int = 10
     max_stale_s: float = 3600.0
 
@@ -85,8 +108,41 @@ class SaveConfig:
             _check_optional_int(f"SaveConfig.{name}", getattr(self, name), 1)
         if self.every_s is not None:
             _check_seconds("SaveConfig.every_s", self.every_s)
-        _check_choice("SaveConfig.cadence", self.cadence, ("fixed", "auto"))
+        if self.cadence is not None:
+            _check_choice("SaveConfig.cadence", self.cadence, ("fixed", "auto"))
         _check_choice("SaveConfig.best_mode", self.best_mode, ("min", "max"))
+        _check_seconds("SaveConfig.max_overhead", self.max_overhead)
+        if self.max_overhead >= 1:
+            raise ConfigError(
+                f"SaveConfig.max_overhead is a share of wall time, below 1. Received: "
+                f"{self.max_overhead}."
+            )
+        if self.keep_best is not None and (
+            not isinstance(self.keep_best, str) or not self.keep_best
+        ):
+            raise ConfigError(
+                f"SaveConfig.keep_best is a metric's name. Received: {self.keep_best!r}."
+            )
+        _check_int("SaveConfig.max_stale_saves", self.max_stale_saves, 1)
+        _check_seconds("SaveConfig.max_stale_s", self.max_stale_s)
+        fixed = (self.every_steps, self.every_s, self.every_epochs)
+        if self.cadence == "fixed" and all(value is None for value in fixed):
+            raise ConfigError(
+                'SaveConfig(cadence="fixed") needs every_steps, every_s or every_epochs.'
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether raytf measures how often to save."""
+        fixed = (self.every_steps, self.every_s, self.every_epochs)
+        if self.cadence is None:
+            return all(value is None for value in fixed)
+        return self.cadence == "auto"
+
+    @property
+    def says_what_to_keep(self) -> bool:
+        """Whether any retention rule is given."""
+        return any(v is not None for v in (self.keep_last, self.keep_best, self.keep_every))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +211,8 @@ class CommunicationConfig:
 
 
 _UNBUILT = {
-    "save": "checkpoints while training (SaveConfig)",
     "recovery": "recovery modes (RecoveryConfig)",
     "watch": "the watchdog and NaN policy (WatchConfig)",
-    "drill": "fault drills",
-    "resume_from": "manual recovery",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import os
 import tempfile
@@ -9,12 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ray.train import Result
+from ray.train import Checkpoint, Result
 
 from raytf.checkpoint.storage import FINAL, Storage, resolve
+from raytf.checkpoint.store import CheckpointStore
 from raytf.errors import NotFoundError
 
 __all__ = ["RunResult"]
+
+
+def _checkpoints(storage: Storage) -> tuple[Checkpoint | None, list[Any]]:
+    """The newest checkpoint, and all that are kept with their metrics, oldest first."""
+    store = CheckpointStore(storage)
+    filesystem = storage.for_ray()[1]
+    kept = [
+        (Checkpoint(store.path(step), filesystem), dict(store.manifest(step).metrics))
+        for step in store.steps()
+    ]
+    return (kept[-1][0] if kept else None), kept
 
 
 @dataclass(repr=False)
@@ -26,6 +39,8 @@ class RunResult(Result):
         history: metric name -> one value per epoch.
         steps: steps completed in the run.
         weights_sha256: SHA-256 over the bytes of `model.get_weights()` in order.
+        checkpoint: newest step, a `ray.train.Checkpoint` on its directory.
+        best_checkpoints: (checkpoint, metrics) of every step that is kept, oldest first.
         url: the run's directory.
         generations: worker groups that formed; 1 if nothing failed.
     """
@@ -48,20 +63,34 @@ class RunResult(Result):
         generations: int,
     ) -> RunResult:
         """Joins Ray's result of a run and what rank 0's session returned."""
+        made = cls.of_finished(outcome, storage, config)
+        return dataclasses.replace(
+            made,
+            error=result.error,
+            metrics_dataframe=result.metrics_dataframe,
+            generations=generations,
+        )
+
+    @classmethod
+    def of_finished(
+        cls, outcome: Mapping[str, Any], storage: Storage, config: Mapping[str, Any]
+    ) -> RunResult:
+        """The result of a run from what it left in its storage."""
+        checkpoint, best = _checkpoints(storage)
         return cls(
             metrics=dict(outcome.get("metrics") or {}),
-            checkpoint=result.checkpoint,
-            error=result.error,
+            checkpoint=checkpoint,
+            error=None,
             path=storage.path,
-            metrics_dataframe=result.metrics_dataframe,
-            best_checkpoints=result.best_checkpoints,
-            _storage_filesystem=result._storage_filesystem,
+            metrics_dataframe=None,
+            best_checkpoints=best,
+            _storage_filesystem=storage.for_ray()[1],
             return_value=dict(outcome),
             history={k: list(v) for k, v in (outcome.get("history") or {}).items()},
             steps=int(outcome.get("steps", 0)),
             weights_sha256=str(outcome.get("weights_sha256", "")),
             url=storage.url,
-            generations=generations,
+            generations=int(outcome.get("generation", 1)),
             _storage=storage,
             _config=config,
         )

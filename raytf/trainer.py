@@ -23,9 +23,12 @@ from raytf.checkpoint.storage import FINAL, Storage, resolve
 from raytf.cluster.arguments import check_scaling, check_spec, make_spec
 from raytf.cluster.group import GroupRun, GroupTrainer
 from raytf.cluster.in_loop import run_in_loop
+from raytf.cluster.origins import resolve_origin
 from raytf.cluster.rows import in_row_order
+from raytf.cluster.run_options import take_options
+from raytf.cluster.run_place import Finished, open_run
 from raytf.cluster.worker import Session
-from raytf.config import TrainSpec
+from raytf.config import SaveConfig, TrainSpec
 from raytf.errors import ConfigError, NotFoundError
 from raytf.progress import Display
 from raytf.result import RunResult
@@ -51,15 +54,23 @@ class KerasTrainer(GroupTrainer):
         build_model: `build_model(config)` -> a compiled model; see `raytf.config.TrainSpec`.
         train_data: `ArraySource`, `ParquetSource`, any random-access sequence, or `f(ctx) ->
             tf.data.Dataset`; see `raytf.config.TrainSpec`.
-        resume_from: not built yet.
-        resume_strict: of `resume_from`.
+        resume_from: a new run starts from an old state: the URL of a step directory, of a run
+            (its newest checkpoint; `#best` and `#500` choose another), or of a `.keras` file,
+            SavedModel or TensorFlow checkpoint (weights, and the optimizer where there is one).
+            Epochs count on: `epochs` stays the number to stop before. Once the run has checkpoints
+            of its own, those are used.
+        resume_strict: False takes from `resume_from` the tensors whose name and shape fit, instead
+            of refusing a model that differs.
         scaling_config: Ray's; `num_workers` workers, elastic tuples not yet.
-        run_config: Ray's; `name` and `storage_path` say where the run lies, `failure_config` goes
-            to Ray.
-        save: not built yet.
+        run_config: Ray's; `name` and `storage_path` say where the run lies: the same two are the
+            same run, which goes on where it was. `failure_config` goes to Ray, `checkpoint_config`
+            is honoured where `save` says nothing about what to keep.
+        save: `raytf.SaveConfig`: when checkpoints are written and which are kept. None: as often as
+            costs 2 % of the time, and the last 3 are kept.
         recovery: not built yet.
         watch: not built yet.
-        drill: not built yet.
+        drill: faults to inject, each once per run: `"kill rank=1 step=30 [phase=step]"`, several
+            separated by `;`. Phases: data, step, copy, write, commit, validate, callback.
         **arguments: `validation_data`, `validation_freq`, `global_batch_size`, `epochs`,
             `initial_epoch`, `seed`, `shuffle`, `drop_remainder`, `transform`, `callbacks`,
             `class_weight`, `verbose`, `config`, `strategy`, `legacy_keras`, `deterministic`,
@@ -78,7 +89,7 @@ class KerasTrainer(GroupTrainer):
         build_model: Callable[..., Any],
         train_data: Any,
         *,
-        save: Any = None,
+        save: SaveConfig | None = None,
         recovery: Any = None,
         watch: Any = None,
         drill: str | None = None,
@@ -96,10 +107,14 @@ class KerasTrainer(GroupTrainer):
             "resume_from": resume_from,
             "resume_strict": resume_strict,
         }
-        spec = make_spec(build_model, train_data, arguments)
         scaling = check_scaling(scaling_config)
+        given = _run_config(run_config)
+        self.options, arguments = take_options(
+            arguments, scaling.max_workers, given.checkpoint_config
+        )
+        spec = make_spec(build_model, train_data, arguments)
         self.spec = spec = check_spec(spec, scaling.max_workers)
-        self.storage, run = _place(run_config)
+        self.storage, run = _place(given)
         super().__init__(
             legacy_keras=spec.legacy_keras,
             communication=spec.communication,
@@ -109,7 +124,11 @@ class KerasTrainer(GroupTrainer):
         )
 
     def fit(self) -> RunResult:
-        """Trains to the end.
+        """Trains to the end, from where the run was.
+
+        A run is its name in its storage: called again, after whatever has died, training goes on
+        from the newest good checkpoint; a finished run returns its result at once, or goes on if
+        more epochs are asked for.
 
         Returns:
             Metrics, history and where the trained model lies.
@@ -125,17 +144,38 @@ class KerasTrainer(GroupTrainer):
             StartupError: the worker group did not come up.
             ResourceError: the cluster can never hold the workers.
         """
-        if self._has_model():
-            _log.warning(
-                "%s holds a finished run. Resuming is not built yet: training starts anew, and its "
-                "model will replace the old one.",
-                self.storage.url,
+        options = self.options
+        origin = None
+        if options.resume_from is not None:
+            origin = resolve_origin(options.resume_from, options.resume_strict)
+        with open_run(
+            self.storage,
+            self.spec,
+            options.save,
+            num_best=options.num_best,
+            kills=options.kills,
+            origin=origin,
+        ) as held:
+            if held.finished is not None:
+                return self._finished(held.finished)
+            output = (self.storage.fs, self.storage.join(FINAL).path)
+            run = self._shown(self, Job(spec=self.spec, output=output, place=held.place))
+            return RunResult.from_run(
+                run.result, run.outcome, self.storage, self.spec.config, run.generations
             )
-        job = Job(spec=self.spec, output=(self.storage.fs, self.storage.join(FINAL).path))
-        run = self._shown(self, job)
-        return RunResult.from_run(
-            run.result, run.outcome, self.storage, self.spec.config, run.generations
-        )
+
+    def _finished(self, done: Finished) -> RunResult:
+        reached = int(done.result.get("epochs", 0))
+        if self.spec.epochs < done.epochs_asked:
+            _log.warning(
+                "%s is finished, with epochs=%d; epochs=%d asks for less. This is its result.",
+                self.storage.url,
+                done.epochs_asked,
+                self.spec.epochs,
+            )
+        else:
+            _log.info("%s is finished (%d epochs)", self.storage.url, reached)
+        return RunResult.of_finished(done.result, self.storage, self.spec.config)
 
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> dict[str, float]:
         """Evaluates the trained model on a fresh worker group.
@@ -263,18 +303,17 @@ def fit(build_model: Callable[..., Any], train_data: Any, **arguments: Any) -> d
     return run_in_loop(build_model, train_data, arguments, show)
 
 
-def _place(run_config: RunConfig | None) -> tuple[Storage, RunConfig]:
-    """Where the run lies, and the RunConfig that makes Ray use the same place."""
+def _run_config(run_config: RunConfig | None) -> RunConfig:
     given = run_config if run_config is not None else RunConfig()
     if not isinstance(given, RunConfig):
         raise ConfigError(
             f"run_config must be a ray.train.RunConfig. Received: {type(given).__name__}."
         )
-    if given.checkpoint_config != CheckpointConfig():
-        raise ConfigError(
-            "RunConfig(checkpoint_config=...): checkpoints while training are not built yet in "
-            "this version. Leave it out."
-        )
+    return given
+
+
+def _place(given: RunConfig) -> tuple[Storage, RunConfig]:
+    """Where the run lies, and the RunConfig that makes Ray use the same place."""
     root = resolve(given.storage_path, given.storage_filesystem)
     if root.is_process_local:
         raise ConfigError(
@@ -287,7 +326,15 @@ def _place(run_config: RunConfig | None) -> tuple[Storage, RunConfig]:
     if name in (".", "..") or "/" in name or name != name.strip():
         raise ConfigError(f"RunConfig(name={given.name!r}): a run's name is one directory name.")
     path, filesystem = root.for_ray()
-    run = dataclasses.replace(given, name=name, storage_path=path, storage_filesystem=filesystem)
+    run = dataclasses.replace(
+        given,
+        name=name,
+        storage_path=path,
+        storage_filesystem=filesystem,
+        # raytf keeps checkpoints itself: Ray's manager deletes directories that it was told of, and
+        # refuses to start when one of them is gone.
+        checkpoint_config=CheckpointConfig(),
+    )
     if given.logging_config == LoggingConfig():
         # What Ray tells about a run, raytf tells in its own words: progress, restarts, the error.
         run.logging_config = LoggingConfig(log_level="WARNING")

@@ -10,29 +10,20 @@ from ray.train import ScalingConfig
 
 from raytf.cluster.capture import check_functions
 from raytf.cluster.keras_choice import check_keras_choice
-from raytf.config import TrainSpec, refuse_unbuilt
+from raytf.config import TrainSpec
 from raytf.data import as_source, check_batch, is_factory
 from raytf.errors import ConfigError
 
 __all__ = ["check_scaling", "check_spec", "make_spec", "with_sources"]
-
-_LATER = ("save", "recovery", "watch", "drill", "resume_from")
 
 
 def make_spec(build_model: Any, train_data: Any, arguments: Mapping[str, Any]) -> TrainSpec:
     """Makes the spec of a run from what the user wrote.
 
     Raises:
-        ConfigError: a value is wrong, its capability is not built yet, or the name is unknown.
+        ConfigError: a value is wrong, or the name is unknown.
     """
     given = dict(arguments)
-    strict = given.pop("resume_strict", True)
-    refuse_unbuilt(**{name: given.pop(name) for name in _LATER if name in given})
-    if strict is not True:
-        raise ConfigError(
-            f"resume_strict={strict!r} has no effect without resume_from, which is not built yet. "
-            "Leave it out."
-        )
     known = [f.name for f in dataclasses.fields(TrainSpec)]
     unknown = [name for name in given if name not in known]
     if unknown:

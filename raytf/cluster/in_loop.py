@@ -8,6 +8,7 @@ workers.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +20,15 @@ import ray.train.collective
 from raytf.checkpoint.storage import FINAL, Storage, resolve
 from raytf.cluster.arguments import make_spec, with_sources
 from raytf.cluster.backend import set_worker_env
+from raytf.cluster.failures import describe, to_error
 from raytf.cluster.keras_choice import check_process
+from raytf.cluster.origins import resolve_origin
 from raytf.cluster.run_actor import NAMESPACE, create_run_actor, new_run_actor_name
+from raytf.cluster.run_options import RunOptions, take_options
+from raytf.cluster.run_place import OpenRun, open_run
 from raytf.cluster.worker import RunLine, Session, make_links, run_session
 from raytf.config import TrainSpec
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, RaytfError
 from raytf.worker.links import Job
 
 __all__ = ["run_in_loop"]
@@ -53,19 +58,51 @@ def run_in_loop(
             raise ConfigError(f"{name} belongs to the trainer that runs your loop, not to fit().")
     context = _context()
     rank, num_workers = context.get_world_rank(), context.get_world_size()
-    spec = with_sources(make_spec(build_model, train_data, arguments), num_workers)
+    options, rest = take_options(arguments, num_workers)
+    spec = with_sources(make_spec(build_model, train_data, rest), num_workers)
     check_process(spec.legacy_keras, sys.modules)
     set_worker_env(legacy_keras=spec.legacy_keras)
     name, actor = _shared_run_actor(spec, rank, num_workers, context.get_experiment_name())
     line = RunLine(actor, rank, name, lambda record: show(spec, record))
-    final = _run_storage(context).join(FINAL)
-    job = Job(spec=spec, output=(final.fs, final.path))
-    outcome = run_session(lambda: job, lambda: make_links(line, num_workers), line, _session)
-    # Rank 0's process holds the run actor: it stays until the last rank has said its last word.
-    ray.train.collective.barrier()
+    storage = _run_storage(context)
+    final = storage.join(FINAL)
+    with contextlib.ExitStack() as stack:
+        held = _held(stack, storage, spec, options) if rank == 0 else None
+        held = ray.train.collective.broadcast_from_rank_zero(held)
+        if isinstance(held, dict):  # an error record: all ranks raise it
+            raise to_error(held)
+        if held.finished is not None:
+            outcome = held.finished.result
+        else:
+            job = Job(spec=spec, output=(final.fs, final.path), place=held.place)
+            outcome = run_session(
+                lambda: job, lambda: make_links(line, num_workers), line, _session
+            )
+        # Rank 0's process holds run actor and lease: until the last rank has said its last word.
+        ray.train.collective.barrier()
     if rank == 0:
         ray.kill(actor)
     return outcome
+
+
+def _held(
+    stack: contextlib.ExitStack, storage: Storage, spec: TrainSpec, options: RunOptions
+) -> OpenRun | dict[str, Any]:
+    """Takes the run for rank 0's process, or gives the record of why that cannot be."""
+    origin = options.resume_from
+    try:
+        return stack.enter_context(
+            open_run(
+                storage,
+                spec,
+                options.save,
+                num_best=options.num_best,
+                kills=options.kills,
+                origin=None if origin is None else resolve_origin(origin, options.resume_strict),
+            )
+        )
+    except RaytfError as error:
+        return describe(error, 0)
 
 
 def _context() -> Any:

@@ -42,6 +42,8 @@ class RunActor:
         self._errors: list[dict[str, Any]] = []
         # n-th comparison of the group -> rank -> signature
         self._signatures: dict[int, dict[int, Any]] = {}
+        # key -> rank -> value, of exchanges that are not complete
+        self._shared: dict[str, dict[int, Any]] = {}
         self._records = collections.deque[tuple[int, dict[str, Any]]](maxlen=_QUEUE)
         self._cursor = 0
         self._results: dict[str, dict[int, list[Any]]] = {}
@@ -62,7 +64,7 @@ class RunActor:
         self._groups += 1
         root = root_of(self._errors)
         self._last_error = _echo(root)["message"] if root is not None else None
-        self._errors, self._signatures, self._results = [], {}, {}
+        self._errors, self._signatures, self._results, self._shared = [], {}, {}, {}
         self._wake()
 
     async def join(self, rank: int, group: str, attempt: int, address: str) -> dict[str, Any]:
@@ -120,6 +122,32 @@ class RunActor:
         return Verdict(
             kind="failed", error={"type": "ModelMismatchError", "message": text, "context": {}}
         )
+
+    async def share(
+        self, rank: int, group: str, key: str, value: Any, wait: bool = True
+    ) -> dict[str, Any]:
+        """Takes a rank's value; waits for every rank's and gives them all under "values"."""
+        if group != self._meeting.group and self._meeting.is_new(group):
+            self._begin(group)
+        if group != self._meeting.group:
+            return self._answer(Verdict(kind="again")) | {"values": None}
+        seen = self._shared.setdefault(key, {})
+        seen[rank] = value
+        if len(seen) == self._num_workers:
+            self._shared.pop(key)  # those who wait hold the values themselves
+        self._wake()
+        if not wait:
+            return self._answer(Verdict(kind="ready")) | {"values": None}
+        verdict = await self._until(
+            lambda now: self._complete(group, seen, all_of=self._num_workers)
+        )
+        values = [seen[r] for r in sorted(seen)] if verdict.kind == "ready" else None
+        return self._answer(verdict) | {"values": values}
+
+    def _complete(self, group: str, seen: dict[int, Any], all_of: int) -> Verdict:
+        if len(seen) == all_of:
+            return Verdict(kind="ready")
+        return Verdict(kind="wait" if group == self._meeting.group else "again")
 
     async def _until(self, ask: Callable[[float], Verdict]) -> Verdict:
         while True:

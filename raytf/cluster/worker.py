@@ -15,14 +15,16 @@ from typing import Any
 import ray
 import ray.train
 from ray.exceptions import RayActorError
+from ray.train.v2._internal.execution.context import get_train_context
 
+from raytf.checkpoint.storage import Storage
 from raytf.cluster.backend import GROUP_ENV, wait_for_imports
 from raytf.cluster.failures import describe, plain, to_error
 from raytf.cluster.run_actor import NAMESPACE
-from raytf.errors import RaytfError
+from raytf.errors import RaytfError, SupersededError
 from raytf.worker.links import Formation, Job, Links
 
-__all__ = ["RunLine", "Session", "run_session", "run_worker"]
+__all__ = ["RunLine", "Session", "run_session", "run_worker", "set_ray_checkpoint"]
 
 Session = Callable[[Job, Links], dict[str, Any]]
 _PROGRESS_EVERY_S = 0.2  # step records of one worker; the driver draws 10 a second at most
@@ -63,9 +65,20 @@ def make_links(line: RunLine, num_workers: int) -> Links:
         hold=line.hold,
         ready=line.ready,
         compare=line.compare,
+        share=line.share,
+        post=line.post,
+        restored=set_ray_checkpoint,
         progress=line.progress,
         deliver=line.deliver,
     )
+
+
+def set_ray_checkpoint(storage: Storage) -> None:
+    """Makes `ray.train.get_checkpoint()` of this worker give the step directory `storage`."""
+    path, filesystem = storage.for_ray()
+    # Read in Ray 2.60: `get_checkpoint` returns this field, which Ray itself fills from what was
+    # reported to it; raytf reports no directories (Ray's manager would own and delete them).
+    get_train_context().checkpoint = ray.train.Checkpoint(path, filesystem)
 
 
 def run_session(
@@ -145,6 +158,19 @@ class RunLine:
     def compare(self, signature: dict[str, Any]) -> None:
         self._comparisons += 1
         self._ask(self._actor.compare.remote(self.rank, self.group, self._comparisons, signature))
+
+    def share(self, key: str, value: Any) -> list[Any]:
+        answer = self._ask(self._actor.share.remote(self.rank, self.group, key, plain(value)))
+        if answer["values"] is None:
+            raise SupersededError(
+                f"rank {self.rank} belongs to a worker group that has been replaced.",
+                rank=self.rank,
+                superseded=True,
+            )
+        return answer["values"]
+
+    def post(self, key: str, value: Any) -> None:
+        self._actor.share.remote(self.rank, self.group, key, plain(value), wait=False)
 
     def progress(self, record: dict[str, Any]) -> None:
         """Sends and forgets. Step records come every few milliseconds: most of them stay here."""

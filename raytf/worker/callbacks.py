@@ -18,13 +18,14 @@ import tensorflow as tf
 
 from raytf.errors import ConfigError
 
-__all__ = ["Agreement", "make_callbacks", "save_on_chief_only", "wants_batches"]
+__all__ = ["Agreement", "is_chief_only", "make_callbacks", "save_on_chief_only", "wants_batches"]
 
 logger = logging.getLogger("raytf")
 
+_EXCHANGE_WORDS = 4 * 1024 * 1024  # of one collective: 16 MiB
 _WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
 _REFUSED = {
-    "BackupAndRestore": "raytf restores runs itself",
+    "BackupAndRestore": "raytf saves and restores runs itself (save=raytf.SaveConfig(...))",
     "ProgbarLogger": "progress is shown on the driver",
     "OrbaxCheckpoint": "it needs the JAX backend's arrays",
 }
@@ -73,14 +74,15 @@ def make_callbacks(
                 raise ConfigError(
                     f"callbacks: {name} cannot be used, because {reason}. Leave it out."
                 )
-    kept = [c for c in given if is_chief or not _is_chief_only(keras, c, saves_alone)]
+    kept = [c for c in given if is_chief or not is_chief_only(keras, c, saves_alone)]
     callbacks = keras.callbacks.CallbackList(
         kept, add_history=True, add_progbar=False, model=model, **params
     )
     return callbacks, list(given)
 
 
-def _is_chief_only(keras: Any, callback: Any, saves_alone: bool) -> bool:
+def is_chief_only(keras: Any, callback: Any, saves_alone: bool) -> bool:
+    """Whether a callback runs on rank 0 alone; see `make_callbacks`."""
     if hasattr(callback, "chief_only"):
         return bool(callback.chief_only)
     writers = (*_WRITERS, "ModelCheckpoint") if saves_alone else _WRITERS
@@ -159,13 +161,31 @@ class Agreement:
         def sums(values: tf.Tensor) -> tf.Tensor:
             return strategy.run(sum_over_ranks, args=(values,))
 
+        @tf.function
+        @tf.autograph.experimental.do_not_convert
+        def words(values: tf.Tensor) -> tf.Tensor:
+            return strategy.run(sum_over_ranks, args=(values,))
+
         self._sums = sums
+        self._words = words
 
     def sum(self, values: list[float]) -> np.ndarray:
         """The sums over ranks of a few numbers (float64)."""
         if self._alone:
             return np.asarray(values, np.float64)
         return self._sums(tf.constant(values, tf.float64)).numpy()
+
+    def exchange(self, words: np.ndarray) -> np.ndarray:
+        """The sum over ranks of an int32 array (n,), of the same n on all; wraps around."""
+        if self._alone:
+            return words
+        pieces = []
+        for start in range(0, len(words), _EXCHANGE_WORDS):
+            piece = words[start : start + _EXCHANGE_WORDS]
+            full = np.zeros(_EXCHANGE_WORDS, np.int32)  # one shape, so one trace
+            full[: len(piece)] = piece
+            pieces.append(self._words(tf.constant(full)).numpy()[: len(piece)])
+        return np.concatenate(pieces) if pieces else words
 
     def chief(self, values: list[float]) -> np.ndarray:
         """Rank 0's numbers, on every rank."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from raytf.config import TrainSpec
 from raytf.errors import ConfigError
 from raytf.worker.links import Links
+from raytf.worker.state import Cell
 
 __all__ = ["Engine", "KerasEngine", "engine_for"]
 
@@ -30,6 +31,20 @@ class Engine(Protocol):
     def steps(self, model: Any, strategy: Any, rank: int, spec: TrainSpec) -> Any:
         """The model's training and evaluation steps (`train`, `test`, `logs`, `peek`, `counter`,
         `reducer`).
+        """
+        ...
+
+    def needs_trace(self, model: Any) -> bool:
+        """Whether part of the model's state exists only once a step has been traced."""
+        ...
+
+    def cells(self, model: Any) -> list[Cell]:
+        """Every variable of the model as a checkpoint names it."""
+        ...
+
+    def described(self, model: Any) -> dict[str, Any]:
+        """What a checkpoint says of the model besides its variables, as JSON: `config` or
+        `config_error`, and `learning_rate` as built.
         """
         ...
 
@@ -94,6 +109,19 @@ class KerasEngine:
         from raytf.worker.step import Steps
 
         return Steps(model, strategy, rank, spec.communication.bytes_per_pack)
+
+    def needs_trace(self, model: Any) -> bool:
+        return self._compat.has_unbuilt_optimizers(model)
+
+    def cells(self, model: Any) -> list[Cell]:
+        frozen = {id(v) for v in model.weights if not v.trainable}
+        return [
+            Cell(name, variable._value, stable=id(variable) in frozen)
+            for name, variable in self._compat.named_variables(model).items()
+        ]
+
+    def described(self, model: Any) -> dict[str, Any]:
+        return self._compat.serialized(model)
 
     def read_learning_rate(self, model: Any) -> list[float]:
         rate = self._compat.settable_learning_rate(model.optimizer)

@@ -44,22 +44,30 @@ class FactoryExecutions:
         self.steps_per_epoch: int | None = None
         self._step = Compiled(step, reduce_retracing=True)
 
-    def epoch(self, epoch: int) -> Iterator[Execution]:
+    def epoch(self, epoch: int, first: int) -> Iterator[Execution]:
         """Executions until every rank's dataset has ended.
+
+        A factory cannot seek: the first batches of a resumed epoch are read and left out, and are
+        those of the first time only if the dataset gives the same each time.
 
         Raises:
             DataError: some ranks ran out while others had batches left; raised on all ranks at the
                 same step.
         """
-        number = 0
-        for batch in self._agreed_batches(epoch):
+        number = first
+        for batch in self._agreed_batches(epoch, first):
             yield batch(number)
             number += 1
         self.steps_per_epoch = number
 
-    def _agreed_batches(self, epoch: int) -> Iterator[Callable[[int], Execution]]:
-        steps = 0
-        for batch in self._with_end(self._dataset(epoch)):
+    def trace(self) -> None:
+        for batch in self._dataset(0).take(1):
+            packed = batch if isinstance(batch, tuple) else (batch,)
+            self._step.trace(packed, tf.constant(1.0, tf.float32))
+
+    def _agreed_batches(self, epoch: int, first: int) -> Iterator[Callable[[int], Execution]]:
+        steps = first
+        for batch in self._with_end(self._dataset(epoch).skip(first)):
             rows = 0 if batch is None else int(tf.nest.flatten(batch)[0].shape[0])
             have = [0.0] * self._links.num_workers
             have[self._links.rank] = 0.0 if batch is None else 1.0

@@ -40,8 +40,14 @@ class Executions(Protocol):
         """Steps of an epoch; None if that is not known beforehand."""
         ...
 
-    def epoch(self, epoch: int) -> Iterator[Execution]:
-        """The executions of an epoch, in order."""
+    def epoch(self, epoch: int, first: int) -> Iterator[Execution]:
+        """The executions of an epoch, in order, from step `first` on."""
+        ...
+
+    def trace(self) -> None:
+        """Traces a step without running it: what it needs exists afterwards (optimizers that an own
+        train_step builds).
+        """
         ...
 
 
@@ -67,6 +73,10 @@ class Executor:
         self._one = Compiled(one)
         self._several = Compiled(several)
 
+    def trace(self, iterator: Any, share: float) -> None:
+        """Traces one step and runs nothing."""
+        self._one.trace(iterator, share)
+
     def __call__(self, iterator: Any, share: float, number: int) -> None:
         if number == 1:
             self._one(iterator, share)
@@ -88,14 +98,21 @@ class Compiled:
         self._compiled = tf.function(self._function, **options)
 
     def __call__(self, *args: Any) -> Any:
+        return self._until_traced(lambda compiled: compiled(*args))
+
+    def trace(self, *args: Any) -> None:
+        """Traces for these arguments and runs nothing."""
+        self._until_traced(lambda compiled: compiled.get_concrete_function(*args))
+
+    def _until_traced(self, use: Callable[[Any], Any]) -> Any:
         for _ in range(_MAX_TRACES):
             try:
-                return self._compiled(*args)
+                return use(self._compiled)
             except TraceAgain as found:
                 # Nothing has run: tracing failed, and a tf.function does not get over that.
                 found.prepare()
                 self._compiled = tf.function(self._function, **self._options)
-        return self._compiled(*args)
+        return use(self._compiled)
 
 
 class SourceExecutions:
@@ -119,22 +136,29 @@ class SourceExecutions:
         self._endless = endless
         self._full: Any = None
         self._tail: Any = None
-        self._next_epoch = -1
+        self._next: tuple[int, int] | None = None  # where the open iterators are: epoch, step
         self.steps_per_epoch: int = feed.plan.steps_per_epoch
 
-    def epoch(self, epoch: int) -> Iterator[Execution]:
+    def epoch(self, epoch: int, first: int) -> Iterator[Execution]:
         plan = self._feed.plan
-        self._open(epoch)
-        step = 0
+        self._open(epoch, first)
+        step = first
         while step < plan.full_steps:
             number = min(self._per_call, plan.full_steps - step)
             yield self._execution(
                 self._full, self._feed.full.weight, step, number, plan.global_batch_size
             )
             step += number
-        if self._feed.tail is not None:
+        if self._feed.tail is not None and step == plan.full_steps:
             yield self._execution(self._tail, self._feed.tail.weight, step, 1, plan.tail_rows)
-        self._next_epoch = epoch + 1
+        self._next = (epoch + 1, 0)
+
+    def trace(self) -> None:
+        feed = self._feed
+        part = feed.full if feed.plan.full_steps else feed.tail
+        batches = feed.full_batches() if feed.plan.full_steps else feed.tail_batches()
+        if part is not None:
+            self._executor.trace(iter(batches), part.weight)
 
     def _execution(
         self, iterator: Any, share: float, step: int, number: int, batch_rows: int
@@ -144,13 +168,14 @@ class SourceExecutions:
 
         return Execution(step, step + number - 1, batch_rows * number, run)
 
-    def _open(self, epoch: int) -> None:
-        if self._endless and self._full_or_tail() and epoch == self._next_epoch:
+    def _open(self, epoch: int, first: int) -> None:
+        if self._endless and self._next == (epoch, first):
             return
-        data_epoch = epoch if self._endless else 0
-        plan = self._feed.plan
-        self._full = iter(self._feed.full_batches(data_epoch)) if plan.full_steps else None
-        self._tail = iter(self._feed.tail_batches(data_epoch)) if self._feed.tail else None
-
-    def _full_or_tail(self) -> bool:
-        return self._full is not None or self._tail is not None
+        plan, data_epoch = self._feed.plan, epoch if self._endless else 0
+        self._next = None  # until the epoch is through
+        self._full = self._tail = None
+        if plan.full_steps:
+            self._full = iter(self._feed.full_batches(data_epoch, min(first, plan.full_steps)))
+        if self._feed.tail:
+            tail_epoch = data_epoch + (first > plan.full_steps)
+            self._tail = iter(self._feed.tail_batches(tail_epoch))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,12 +44,15 @@ __all__ = [
     "build_step_state",
     "check_keras_version",
     "has_call",
+    "has_unbuilt_optimizers",
     "layers",
     "localize",
     "mend",
     "models",
+    "named_variables",
     "one_process",
     "reset_names",
+    "serialized",
     "settable_learning_rate",
 ]
 
@@ -314,6 +318,11 @@ def _optimizers(model: Any) -> list[Any]:
     return found
 
 
+def has_unbuilt_optimizers(model: Any) -> bool:
+    """Whether an own `train_step` still has to build an optimizer."""
+    return any(not optimizer.built for optimizer in _optimizers(model))
+
+
 def all_variables(model: Any) -> list[Any]:
     """Every Keras variable a step can touch: weights, seed states, metrics, optimizers, the global
     seed generator.
@@ -326,6 +335,31 @@ def all_variables(model: Any) -> list[Any]:
         for variable in group:
             seen.setdefault(id(variable), variable)
     return list(seen.values())
+
+
+def named_variables(model: Any) -> dict[str, Any]:
+    """Every variable of `all_variables` by a name that is the same in every process that builds
+    this model: its Keras path, with `#2` and so on where paths repeat.
+    """
+    named: dict[str, Any] = {}
+    for variable in all_variables(model):
+        name, number = variable.path, 1
+        while name in named:
+            number += 1
+            name = f"{variable.path}#{number}"
+        named[name] = variable
+    return named
+
+
+def serialized(model: Any) -> dict[str, Any]:
+    """Keras's own config of a compiled model as JSON (`config`), or why there is none
+    (`config_error`).
+    """
+    try:
+        config = keras.saving.serialize_keras_object(model)
+        return {"config": json.loads(json.dumps(config))}
+    except (NotImplementedError, TypeError, ValueError, AttributeError) as error:
+        return {"config": None, "config_error": f"{type(error).__name__}: {error}"[:1000]}
 
 
 def layers(model: Any) -> list[Any]:

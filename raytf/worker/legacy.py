@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from raytf.worker.links import Links
 from raytf.worker.pipeline import count_parameters
 from raytf.worker.reduce import Reducer
 from raytf.worker.signature import signature
+from raytf.worker.state import Cell
 
 __all__ = ["LegacyEngine"]
 
@@ -45,7 +47,7 @@ class LegacyEngine:
 
     def build(self, spec: TrainSpec, links: Links, strategy: Any, element_spec: Any) -> Any:
         """The model in the strategy's scope, after its signature was compared."""
-        self._spec, self._element_spec = spec, element_spec
+        self._spec, self._element_spec, self._strategy = spec, element_spec, strategy
         self._reset()
         trial = self._call(element_spec)
         links.compare(signature(trial, self.keras.__version__))
@@ -90,6 +92,38 @@ class LegacyEngine:
 
     def steps(self, model: Any, strategy: Any, rank: int, spec: TrainSpec) -> Any:
         return _Steps(model, strategy, spec.communication.bytes_per_pack)
+
+    def needs_trace(self, model: Any) -> bool:
+        return True  # compiled metrics make their variables in the first step
+
+    def cells(self, model: Any) -> list[Cell]:
+        """Every variable of the model, this rank's own copy of it.
+
+        Metrics, and BatchNormalization's statistics, differ per rank.
+        """
+        optimizer, found = model.optimizer, dict[str, Cell]()
+        groups = [model.variables, optimizer.variables, *(m.variables for m in model.metrics)]
+        frozen = {id(v) for v in model.non_trainable_variables}
+        seen: set[int] = set()
+        for variable in (v for group in groups for v in group):
+            if id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            base, number = variable.name.removesuffix(":0"), 1
+            name = base
+            while name in found:
+                number += 1
+                name = f"{base}#{number}"
+            mine = self._strategy.experimental_local_results(variable)[0]
+            alone = variable.synchronization == tf.VariableSynchronization.ON_READ
+            found[name] = Cell(name, mine, stable=id(variable) in frozen, alone=alone)
+        return list(found.values())
+
+    def described(self, model: Any) -> dict[str, Any]:
+        try:
+            return {"config": json.loads(model.to_json())}
+        except (NotImplementedError, TypeError, ValueError) as error:
+            return {"config": None, "config_error": f"{type(error).__name__}: {error}"[:1000]}
 
     def read_learning_rate(self, model: Any) -> list[float]:
         rate = model.optimizer.learning_rate

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raytf.config import TrainSpec
+from raytf.checkpoint.storage import Storage
+from raytf.config import SaveConfig, TrainSpec
+from raytf.faults.drill import Kill
 
-__all__ = ["Formation", "Job", "Links", "host_port"]
+__all__ = ["Formation", "Job", "Links", "Origin", "RunPlace", "host_port"]
 
 
 def host_port(host: str, port: int) -> str:
@@ -28,6 +30,56 @@ class Formation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """An old state that a new run starts from.
+
+    Attributes:
+        kind: "step" is a raytf checkpoint; "keras", "saved_model" and "tf_checkpoint" come from
+            elsewhere and hold weights, perhaps an optimizer, and no position.
+        url: for people.
+        storage: the checkpoint's run, or the file or directory.
+        step: of a raytf checkpoint.
+        strict: whether every name and shape must be the same.
+    """
+
+    kind: Literal["step", "keras", "saved_model", "tf_checkpoint"]
+    url: str
+    storage: Storage
+    step: int | None = None
+    strict: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlace:
+    """Where a run keeps its state, and which attempt at the run this is.
+
+    Attributes:
+        storage: the run's directory.
+        run: id of the run, the same in all attempts.
+        attempt: counts the drivers that have worked on the run.
+        owner: who holds the run's lease; a commit and a deletion look whether that is still so.
+        save: when to save and what to keep.
+        num_best: how many of the best are kept, if `save.keep_best` says so.
+        fingerprint: what must not change when a run is resumed.
+        kills: faults to inject.
+        origin: what a run without own checkpoints starts from; None: from the beginning.
+        go_on: whether training goes on although a callback had stopped it (more epochs were asked
+            for).
+    """
+
+    storage: Storage
+    run: str
+    attempt: int
+    owner: str
+    save: SaveConfig
+    fingerprint: dict[str, Any]
+    num_best: int = 1
+    kills: tuple[Kill, ...] = ()
+    origin: Origin | None = None
+    go_on: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What every rank of one worker group runs.
 
@@ -37,12 +89,14 @@ class Job:
             `spec.train_data`.
         output: fsspec filesystem and directory (no protocol) that the chief writes the trained
             model to; None: nowhere.
+        place: of the run's checkpoints; None: none are written or read.
         weights: fsspec filesystem and path of the exported weights that evaluate and predict load.
     """
 
     spec: TrainSpec
     mode: Literal["train", "evaluate", "predict"] = "train"
     output: tuple[Any, str] | None = None
+    place: RunPlace | None = None
     weights: tuple[Any, str] | None = None
 
 
@@ -68,6 +122,11 @@ class Links:
             StartupError when time is used up.
         compare: `compare(signature)`; raises ModelMismatchError on every rank if the ranks'
             signatures differ.
+        share: `share(key, value) -> list`; plain data of every rank, by rank. Blocks until all
+            ranks have come with this key; a key is used once. Safe on any thread.
+        post: `post(key, value)`; gives this rank's value for `share` and does not wait.
+        restored: `restored(storage)`; tells the framework around which step directory the state
+            came from.
         progress: `progress(record)`; never blocks and never fails; records are plain dicts.
         deliver: `deliver(key, value)`; hands a result (rows of predict, say) to the driver.
     """
@@ -81,6 +140,9 @@ class Links:
     hold: Callable[[int, str | None], bool]
     ready: Callable[[int, str | None], bool]
     compare: Callable[[dict[str, Any]], None]
+    share: Callable[[str, Any], list[Any]]
+    post: Callable[[str, Any], None]
+    restored: Callable[[Storage], None]
     progress: Callable[[dict[str, Any]], None]
     deliver: Callable[[str, Any], None]
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from raytf.worker.callbacks import Agreement
 from raytf.worker.feeding import Execution, Executions
+from raytf.worker.saving import NoSaver, Place, Saver
 
 __all__ = ["Loop"]
 
@@ -38,6 +40,10 @@ class Loop:
             read for it.
         has_callbacks: whether anybody could decide anything, on any rank.
         finish: what fit does to the weights at the end, before `on_train_end` (averaged weights).
+        saver: takes the checkpoints.
+        restored: puts back, after `on_train_begin`, what that may have changed.
+        at: `at(phase, step)`; a fault drill may strike there.
+        during: the same for a while, as a context.
         progress: takes records for the driver; given on rank 0 only.
     """
 
@@ -53,6 +59,10 @@ class Loop:
     batch_hooks: bool
     has_callbacks: bool
     finish: Callable[[], None] = lambda: None
+    saver: Saver | NoSaver = field(default_factory=NoSaver)
+    restored: Callable[[], None] = lambda: None
+    at: Callable[[str, int], None] = lambda phase, step: None
+    during: Callable[[str, int], AbstractContextManager[None]] = lambda phase, step: nullcontext()
     progress: Callable[[dict[str, Any]], None] | None = None
     clock: Callable[[], float] = time.monotonic
     total_step: int = 0
@@ -67,41 +77,61 @@ class Loop:
             global_batch_size=global_batch_size,
         )
 
-    def fit(self, epochs: int, initial_epoch: int, validation_freq: int) -> dict[str, Any]:
-        """Trains from `initial_epoch` to `epochs` (exclusive); returns the last epoch's logs."""
-        logs: dict[str, Any] = {}
+    def fit(self, epochs: int, start: Place, validation_freq: int) -> dict[str, Any]:
+        """Trains from `start` to `epochs` (exclusive); returns the last epoch's logs."""
         self.model.stop_training = False
+        self.total_step = start.total_step
         self.callbacks.on_train_begin()
-        for epoch in range(initial_epoch, epochs):
-            began = self.clock()
+        self.restored()
+        self.model.stop_training = self.model.stop_training or start.stopped
+        self.saver.begin(start)
+        place = start
+        while place.epoch < epochs and not self.model.stop_training:
+            logs = self._epoch(place, validation_freq)
+            place = Place(
+                epoch=place.epoch + 1,
+                total_step=self.total_step,
+                stopped=bool(self.model.stop_training),
+                logs=logs,
+            )
+            self.saver.epoch_end(place)
+        self.saver.finish(place)
+        self.finish()
+        self.callbacks.on_train_end(dict(place.logs))
+        return dict(place.logs)
+
+    def _epoch(self, place: Place, validation_freq: int) -> dict[str, Any]:
+        began, epoch = self.clock(), place.epoch
+        if not place.is_open:
             self.model.reset_metrics()
             self.callbacks.on_epoch_begin(epoch)
             self._agree()
-            steps, rows = 0, 0
-            for execution in self.training.epoch(epoch):
-                if self.batch_hooks:
-                    self.callbacks.on_train_batch_begin(execution.first)
-                self._run(execution)
-                steps, rows = execution.last + 1, rows + execution.rows
-                self.total_step += execution.last - execution.first + 1
-                if self.batch_hooks:
-                    self.callbacks.on_train_batch_end(execution.last, self.read_logs("train"))
-                    self._agree()
-                self._show(epoch, steps, rows, began)
-                if self.model.stop_training:
-                    break
-            logs = self.read_logs("train")
-            seconds = self.clock() - began
-            if self.validation is not None and (epoch + 1) % validation_freq == 0:
-                logs.update({f"val_{k}": v for k, v in self.evaluate(self.validation).items()})
-                self._tell(kind="phase", phase="training")
-            self.callbacks.on_epoch_end(epoch, dict(logs))
-            self._agree()
-            self._tell(kind="epoch", epoch=epoch, logs=logs, seconds=seconds, rows=rows)
+        rows = 0
+        for execution in self.training.epoch(epoch, place.step):
+            where = {"epoch": epoch, "step": execution.first, "total_step": self.total_step}
+            self.saver.before_step(Place(**where, is_open=True, logs=place.logs))
+            self.at("data", self.total_step)
+            if self.batch_hooks:
+                self.callbacks.on_train_batch_begin(execution.first)
+            self._run(execution, "step")
+            rows += execution.rows
+            self.total_step += execution.last - execution.first + 1
+            if self.batch_hooks:
+                self.callbacks.on_train_batch_end(execution.last, self.read_logs("train"))
+                self._agree()
+                self.at("callback", self.total_step)
+            self._show(epoch, execution.last + 1, rows, began)
             if self.model.stop_training:
                 break
-        self.finish()
-        self.callbacks.on_train_end(dict(logs))
+        logs = self.read_logs("train")
+        seconds = self.clock() - began
+        if self.validation is not None and (epoch + 1) % validation_freq == 0:
+            logs.update({f"val_{k}": v for k, v in self.evaluate(self.validation).items()})
+            self._tell(kind="phase", phase="training")
+        self.callbacks.on_epoch_end(epoch, dict(logs))
+        self._agree()
+        self.at("callback", self.total_step)
+        self._tell(kind="epoch", epoch=epoch, logs=logs, seconds=seconds, rows=rows)
         return logs
 
     def evaluate(self, data: Executions) -> dict[str, Any]:
@@ -110,10 +140,10 @@ class Loop:
         self.model.stop_evaluating = False
         self.callbacks.on_test_begin()
         self.model.reset_metrics()
-        for execution in data.epoch(0):
+        for execution in data.epoch(0, 0):
             if self.batch_hooks:
                 self.callbacks.on_test_batch_begin(execution.first)
-            self._run(execution)
+            self._run(execution, "validate")
             if self.batch_hooks:
                 self.callbacks.on_test_batch_end(execution.last, self.read_logs("test"))
                 if self.agreement.chief([float(bool(self.model.stop_evaluating))])[0]:
@@ -122,9 +152,10 @@ class Loop:
         self.callbacks.on_test_end(dict(logs))
         return logs
 
-    def _run(self, execution: Execution) -> None:
+    def _run(self, execution: Execution, phase: str) -> None:
         try:
-            execution.run()
+            with self.during(phase, self.total_step):
+                execution.run()
         except Exception as error:
             error.raytf_step = self.total_step  # type: ignore[attr-defined]  # for the report of it
             raise

@@ -16,6 +16,8 @@ from raytf.data import as_source, is_factory, share
 from raytf.errors import ConfigError, RaytfError
 from raytf.worker import callbacks as callback_rules
 from raytf.worker import export
+from raytf.worker.attempt import Attempt
+from raytf.worker.callback_state import CallbackStates
 from raytf.worker.callbacks import Agreement
 from raytf.worker.engine import Engine, engine_for
 from raytf.worker.factory import FactoryExecutions
@@ -23,6 +25,8 @@ from raytf.worker.feeding import Executions, Executor, SourceExecutions
 from raytf.worker.links import Job, Links
 from raytf.worker.loop import Loop
 from raytf.worker.pipeline import Feed
+from raytf.worker.saving import Place
+from raytf.worker.state import Cell, Variables
 from raytf.worker.strategy import configure, form_strategy
 
 __all__ = ["FactoryContext", "Trainee", "predict", "run", "weights_sha256"]
@@ -43,7 +47,9 @@ def run(job: Job, links: Links) -> dict[str, Any]:
     """
     _phase(links, "starting")
     engine = engine_for(job.spec.legacy_keras)
-    threads = configure(links.num_cpus, links.num_gpus, job.spec.deterministic)
+    attempt = None if job.place is None else Attempt(job.place, job.spec, links)
+    fixed = None if attempt is None else attempt.threads
+    threads = configure(links.num_cpus, links.num_gpus, job.spec.deterministic, fixed)
     strategy, formation = form_strategy(links, job.spec.communication)
     _phase(links, "building")
     if job.mode == "predict":
@@ -51,7 +57,8 @@ def run(job: Job, links: Links) -> dict[str, Any]:
         return {}
     trainee = Trainee(job.spec, links, strategy, engine)
     if job.mode == "train":
-        result = trainee.train() | {"threads": threads, "generation": formation.generation}
+        formed = {"threads": threads, "generation": formation.generation}
+        result = trainee.train(attempt, formed) | formed | {"epochs_asked": job.spec.epochs}
         if job.output is not None:
             model = engine.host_model(trainee.model)
             if links.is_chief:
@@ -214,7 +221,7 @@ class Trainee:
         )
 
     def _loop(
-        self, validation: Any, callbacks: Any, given: list[Any], training: Any = None
+        self, validation: Any, callbacks: Any, given: list[Any], training: Any = None, **more: Any
     ) -> Loop:
         # Summed over ranks: a user's factory may give each rank other callbacks, and whether there
         # is something to agree on must be alike on all.
@@ -234,6 +241,7 @@ class Trainee:
             has_callbacks=bool(any_callbacks),
             finish=lambda: self.engine.finish(self.model),
             progress=self.links.progress if self.links.is_chief else None,
+            **more,
         )
 
     def _callbacks(self, factory: Any, epochs: int, steps: int | None) -> tuple[Any, list[Any]]:
@@ -247,8 +255,13 @@ class Trainee:
             params,
         )
 
-    def train(self) -> dict[str, Any]:
-        """Trains; every rank returns the same."""
+    def train(self, attempt: Attempt | None, formed: dict[str, int]) -> dict[str, Any]:
+        """Trains; every rank returns the same.
+
+        Args:
+            attempt: restores and saves; None: nothing is kept.
+            formed: `threads` and `generation` of this worker group.
+        """
         spec = self.spec
         training = self._executions(self._training, self.steps.train, endless=True)
         validation = (
@@ -262,9 +275,10 @@ class Trainee:
             self.engine.models(self.model), self.links.is_chief, self.engine.saves_alone
         )
         callbacks, given = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
-        loop = self._loop(validation, callbacks, given, training)
+        keeping, start = self._keeping(attempt, training, callbacks, formed)
+        loop = self._loop(validation, callbacks, given, training, **keeping)
         loop.announce(spec.epochs, spec.global_batch_size)
-        metrics = loop.fit(spec.epochs, spec.initial_epoch, spec.validation_freq)
+        metrics = loop.fit(spec.epochs, start, spec.validation_freq)
         history = {k: list(values) for k, values in self.model.history.history.items()}
         return {
             "history": history,
@@ -273,6 +287,38 @@ class Trainee:
             "epochs": len(self.model.history.epoch),
             "weights_sha256": weights_sha256(self.model),
         }
+
+    def _keeping(
+        self, attempt: Attempt | None, training: Executions, callbacks: Any, formed: dict[str, int]
+    ) -> tuple[dict[str, Any], Place]:
+        """Restores this rank, and what the loop needs to save it."""
+        if attempt is None:
+            return {}, Place(epoch=self.spec.initial_epoch)
+        if self.engine.needs_trace(self.model):
+            training.trace()
+        cells = [*self.engine.cells(self.model), Cell("step", self.steps.counter)]
+        variables = Variables(cells, self.links.rank)
+        attempt.restore(self.model, variables, self.agreement)
+        saver = attempt.begin(
+            model=self.model,
+            engine=self.engine,
+            variables=variables,
+            callbacks=CallbackStates(callbacks.callbacks, self._runs_everywhere),
+            agreement=self.agreement,
+            **formed,
+        )
+        loop = {
+            "saver": saver,
+            "restored": attempt.began,
+            "at": attempt.at,
+            "during": attempt.during,
+        }
+        return loop, attempt.start
+
+    def _runs_everywhere(self, callback: Any) -> bool:
+        return not callback_rules.is_chief_only(
+            self.engine.keras, callback, self.engine.saves_alone
+        )
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluates `spec.train_data`; every rank returns the same."""

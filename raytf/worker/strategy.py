@@ -24,13 +24,16 @@ __all__ = ["configure", "form_strategy", "reserve_port"]
 logger = logging.getLogger("raytf")
 
 
-def configure(num_cpus: float, num_gpus: float, deterministic: bool) -> int:
+def configure(
+    num_cpus: float, num_gpus: float, deterministic: bool, fixed_threads: int | None = None
+) -> int:
     """Sets threads, GPU memory and determinism of this process; returns the number of threads.
 
     The number of threads decides the order of sums in some kernels (convolution gradients), so it
-    follows from the worker's CPU share and not from the machine.
+    follows from the worker's CPU share and not from the machine. `fixed_threads` is the number that
+    the run began with: it stays, whatever share this attempt has.
     """
-    threads = max(1, int(num_cpus))
+    threads = fixed_threads or max(1, int(num_cpus))
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     # A collective waits in an inter-op thread while the rest of the step goes on.
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))

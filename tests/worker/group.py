@@ -38,10 +38,64 @@ def loopback_links(rank: int, addresses: tuple[str, ...], **overrides: Any) -> L
         "hold": lambda generation, error: True,
         "ready": lambda generation, error: True,
         "compare": lambda signature: None,
+        "share": lambda key, value: [value],
+        "post": lambda key, value: None,
+        "restored": lambda storage: None,
         "progress": lambda record: None,
         "deliver": lambda key, value: None,
     }
     return Links(**(values | overrides))
+
+
+class FileExchange:
+    """`share` and `post` of a group, over files in a directory of its own."""
+
+    def __init__(self, directory: str, rank: int, num_workers: int) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._num_workers = num_workers
+
+    def post(self, key: str, value: Any) -> None:
+        place = os.path.join(self._directory, key.replace("/", "_"))
+        os.makedirs(place, exist_ok=True)
+        temporary = os.path.join(place, f".{self._rank}")
+        with open(temporary, "wb") as f:
+            pickle.dump(value, f)
+        os.replace(temporary, os.path.join(place, str(self._rank)))
+
+    def share(self, key: str, value: Any) -> list[Any]:
+        self.post(key, value)
+        return [self._read(key, rank) for rank in range(self._num_workers)]
+
+    def _read(self, key: str, rank: int) -> Any:
+        path = os.path.join(self._directory, key.replace("/", "_"), str(rank))
+        while not os.path.exists(path):
+            time.sleep(0.002)
+        with open(path, "rb") as f:
+            return pickle.load(f)
+
+
+def session_links(rank: int, num_workers: int, directory: str, **overrides: Any) -> Links:
+    """Links of a group that forms itself, ports included, as it does under Ray."""
+    exchange = FileExchange(directory, rank, num_workers)
+
+    def join(address: str, attempt: int) -> Formation:
+        addresses = tuple(exchange.share(f"join/{attempt}", address))
+        return Formation(generation=attempt, addresses=addresses)
+
+    def all_well(what: str, generation: int, error: str | None) -> bool:
+        return not any(exchange.share(f"{what}/{generation}", error))
+
+    return loopback_links(
+        rank,
+        ("",) * num_workers,
+        join=join,
+        hold=lambda generation, error: all_well("hold", generation, error),
+        ready=lambda generation, error: all_well("ready", generation, error),
+        share=exchange.share,
+        post=exchange.post,
+        **overrides,
+    )
 
 
 def free_ports(number: int) -> list[int]:
@@ -54,12 +108,31 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float = 300) -> list[Any]:
+class GroupFailed(RuntimeError):
+    """A rank raised, or gave nothing because its process died."""
+
+
+def run_group(
+    target: str,
+    num_workers: int,
+    arg: Any = None,
+    timeout_s: float = 300,
+    bare: bool = False,
+    grace_s: float = 20.0,
+) -> list[Any]:
     """Runs `module:function` on a group; returns each rank's result, raises the first rank's error
     text.
 
     With 0 workers it runs in one process of its own without any strategy: `function(None, None,
     arg)`.
+
+    Args:
+        bare: TensorFlow is left alone, and links form the group by themselves: for functions that
+            call `session.run`.
+        grace_s: of the others, once a rank has failed.
+
+    Raises:
+        GroupFailed: a rank failed.
     """
     addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
     search = os.pathsep.join([ROOT, *sys.path])
@@ -75,7 +148,7 @@ def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float =
             with open(os.path.join(scratch, f"log{rank}"), "wb") as log:
                 workers.append(
                     subprocess.Popen(
-                        [*command, ",".join(addresses), scratch],
+                        [*command, f"bare:{num_workers}" if bare else ",".join(addresses), scratch],
                         cwd=ROOT,
                         env=env,
                         stdout=log,
@@ -83,7 +156,7 @@ def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float =
                     )
                 )
         try:
-            _wait(workers, scratch, timeout_s)
+            _wait(workers, scratch, timeout_s, grace_s)
         finally:
             for worker in workers:
                 worker.kill()
@@ -91,13 +164,15 @@ def run_group(target: str, num_workers: int, arg: Any = None, timeout_s: float =
         return [_result(rank, target, scratch) for rank in range(len(workers))]
 
 
-def _wait(workers: list[subprocess.Popen[bytes]], scratch: str, timeout_s: float) -> None:
-    """Until all have ended; a worker whose peer has failed may wait for ever, so it gets 20 s."""
+def _wait(
+    workers: list[subprocess.Popen[bytes]], scratch: str, timeout_s: float, grace_s: float
+) -> None:
+    """Until all have ended; a worker whose peer has failed may wait for ever: it gets a grace."""
     deadline = time.monotonic() + timeout_s
     while any(w.poll() is None for w in workers) and time.monotonic() < deadline:
         for rank, worker in enumerate(workers):
             if worker.poll() is not None and not _succeeded(rank, scratch):
-                deadline = min(deadline, time.monotonic() + 20)
+                deadline = min(deadline, time.monotonic() + grace_s)
         time.sleep(0.05)
 
 
@@ -113,11 +188,11 @@ def _result(rank: int, target: str, scratch: str) -> Any:
     path = os.path.join(scratch, f"out{rank}")
     if not os.path.exists(path):
         with open(os.path.join(scratch, f"log{rank}")) as f:
-            raise RuntimeError(f"rank {rank} of {target} gave nothing:\n{f.read()[-4000:]}")
+            raise GroupFailed(f"rank {rank} of {target} gave nothing:\n{f.read()[-4000:]}")
     with open(path, "rb") as f:
         ok, value = pickle.load(f)
     if not ok:
-        raise RuntimeError(f"rank {rank} of {target}:\n{value}")
+        raise GroupFailed(f"rank {rank} of {target}:\n{value}")
     return value
 
 
@@ -128,10 +203,15 @@ def main() -> None:
     links = strategy = None
     try:
         from raytf.config import CommunicationConfig
-        from raytf.worker.strategy import _strategy, configure
 
-        configure(1, 0, deterministic=True)
-        if addresses:
+        if addresses.startswith("bare:"):
+            directory = os.path.join(scratch, "exchange")
+            links = session_links(rank, int(addresses.removeprefix("bare:")), directory)
+        else:
+            from raytf.worker.strategy import _strategy, configure
+
+            configure(1, 0, deterministic=True)
+        if addresses and links is None:
             formation = Formation(generation=1, addresses=tuple(addresses.split(",")))
             links = loopback_links(rank, formation.addresses)
             strategy = _strategy(formation, links, CommunicationConfig())

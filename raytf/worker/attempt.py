@@ -1,0 +1,240 @@
+"""One rank's part in one attempt at a run: finds the old state, puts it back, and saves new ones.
+
+Joins `restoring` (what to go on from), `state` (what a rank is), `saving` and `checkpoint.writer`
+(when and how it becomes durable) for the session; none of them knows the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import raytf
+from raytf.checkpoint.lease import check_attempt
+from raytf.checkpoint.manifest import step_name
+from raytf.checkpoint.retention import Rule
+from raytf.checkpoint.store import CheckpointStore
+from raytf.checkpoint.writer import Writer
+from raytf.config import TrainSpec
+from raytf.faults.drill import Injector
+from raytf.worker.callback_state import CallbackStates
+from raytf.worker.callbacks import Agreement
+from raytf.worker.engine import Engine
+from raytf.worker.links import Links, RunPlace
+from raytf.worker.preflight import check_space, check_store
+from raytf.worker.restoring import Restored, Restorer
+from raytf.worker.saving import Place, Saver
+from raytf.worker.state import RankState, Variables
+
+__all__ = ["Attempt"]
+
+logger = logging.getLogger("raytf")
+_STRIKE_S = 0.002  # into a step, that a drill strikes
+
+
+class Attempt:
+    """See the module.
+
+    Made before TensorFlow is set up, because an old run's threads decide how that is done.
+
+    Args:
+        place: of the run.
+        spec: the run.
+        links: of this rank.
+
+    Raises:
+        StorageError: the store is not one place that all ranks can use.
+    """
+
+    def __init__(self, place: RunPlace, spec: TrainSpec, links: Links) -> None:
+        self._place = place
+        self._spec = spec
+        self._links = links
+        check_store(place.storage, links)
+        self._store = CheckpointStore(place.storage)
+        drills = place.storage.join("drills")
+        self._injector = Injector(
+            place.kills,
+            links.rank,
+            has_fired=lambda kill: drills.exists(kill),
+            mark_fired=lambda kill: drills.write_bytes(b"", kill),
+        )
+        self._restorer = Restorer(place, self._store, links, self._say)
+        self._restored: Restored | None = None
+        self._state: RankState | None = None
+        self._saver: Saver | None = None
+        self.start = Place(epoch=spec.initial_epoch)
+
+    @property
+    def threads(self) -> int | None:
+        """TensorFlow's threads that the run began with; None: this is its beginning."""
+        return self._restorer.threads
+
+    def _say(self, text: str) -> None:
+        if self._links.is_chief:
+            self._links.progress({"kind": "message", "text": text})
+
+    def restore(self, model: Any, variables: Variables, agreement: Agreement) -> None:
+        """Puts the variables of the newest good state, if there is one, into the model."""
+        self._check_space(sum(info.nbytes for info in variables.tensors().values()))
+        restored = self._restorer.load(
+            variables.tensors(), type(model.optimizer).__name__, agreement.exchange
+        )
+        self._restored = restored
+        if restored is None:
+            return
+        variables.assign(restored.arrays)
+        manifest = restored.manifest
+        place = Place.of(manifest.position, manifest.state["loop"])
+        self.start = self._from_elsewhere(place, manifest) if not restored.is_own else place
+        if self._place.go_on:
+            self.start = _without_stop(self.start)
+        self._links.restored(restored.store.root.join(step_name(manifest.step)))
+        self._say(
+            f"{'resumed' if restored.is_own else 'starting'} at step {self.start.total_step} "
+            f"(epoch {self.start.epoch + 1}, step {self.start.step} of it) from "
+            f"{restored.store.step_url(manifest.step)}"
+        )
+
+    def _check_space(self, state_bytes: int) -> None:
+        free = self._store.files.free_bytes()
+        check_space(free, state_bytes, self._place.storage.url, self._links)
+
+    def _from_elsewhere(self, place: Place, manifest: Any) -> Place:
+        """Where a new run begins that starts from another run's state."""
+        if manifest.fingerprint == self._place.fingerprint:
+            return place
+        names = sorted({*manifest.fingerprint, *self._place.fingerprint})
+        others = [n for n in names if manifest.fingerprint.get(n) != self._place.fingerprint.get(n)]
+        self._say(
+            f"the old state is of other data ({', '.join(others)}): epoch {place.epoch + 1} begins "
+            "anew"
+        )
+        return Place(epoch=place.epoch, total_step=place.total_step, logs=place.logs)
+
+    def begin(
+        self,
+        *,
+        model: Any,
+        engine: Engine,
+        variables: Variables,
+        callbacks: CallbackStates,
+        agreement: Agreement,
+        generation: int,
+        threads: int,
+    ) -> Saver:
+        """Makes the saver; called when the callbacks are there and before `on_train_begin`."""
+        links, place = self._links, self._place
+        state = RankState(
+            variables,
+            callbacks,
+            links.rank,
+            links.num_workers,
+        )
+        rule = place.save
+        writer = Writer(
+            self._store,
+            rank=links.rank,
+            num_workers=links.num_workers,
+            attempt=place.attempt,
+            generation=generation,
+            peers=links,
+            rule=Rule(
+                keep_last=rule.keep_last,
+                keep_best=rule.keep_best,
+                best_mode=rule.best_mode,
+                keep_every=rule.keep_every,
+            ),
+            may_commit=lambda: check_attempt(place.storage, place.attempt, place.owner),
+            at=self._injector.at,
+            done=lambda outcome: saver.done(outcome),
+        )
+        saver = Saver(
+            config=rule,
+            state=state,
+            writer=writer,
+            agreement=agreement,
+            is_chief=links.is_chief,
+            head=self._head(model, engine, generation, threads) if links.is_chief else {},
+            seed=self._spec.seed,
+            at=self._injector.at,
+            tell=links.progress,
+        )
+        self._state, self._saver = state, saver
+        restored = self._restored
+        if restored is not None and restored.is_own:
+            if not restored.repaired:
+                writer.knows(restored.manifest)
+            callbacks.before_train_begin(restored.own(links.rank)["callbacks"])
+        else:
+            callbacks.before_train_begin(None)
+        return saver
+
+    def began(self) -> None:
+        """After `on_train_begin`: what callbacks may have changed there is put back."""
+        if self._state is None or self._saver is None:
+            return
+        self._state.callbacks.began()
+        restored = self._restored
+        if restored is None:
+            return
+        own = restored.own(self._links.rank)
+        self._state.variables.assign(restored.arrays)
+        if restored.is_own:
+            for text in self._state.callbacks.restore(own["callbacks"], restored.arrays):
+                self._say(text)
+        self._state.set_random(own["random"])
+        if restored.is_own and restored.repaired:
+            self._saver.save_now(self.start)
+        self._restored = None  # frees its arrays
+
+    def _head(self, model: Any, engine: Engine, generation: int, threads: int) -> dict[str, Any]:
+        place, save = self._place, self._place.save
+        return {
+            "run": place.run,
+            "attempt": place.attempt,
+            "generation": generation,
+            "world_size": self._links.num_workers,
+            "best": {"metric": save.keep_best, "mode": save.best_mode} if save.keep_best else None,
+            "versions": {
+                "raytf": raytf.__version__,
+                "tensorflow": tf.__version__,
+                "keras": engine.keras.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+            },
+            "fingerprint": place.fingerprint,
+            "threads": threads,
+            "model": {
+                "class": type(model).__name__,
+                "optimizer": type(model.optimizer).__name__,
+                "legacy_keras": self._spec.legacy_keras,
+                **engine.described(model),
+            },
+        }
+
+    @property
+    def at(self) -> Callable[[str, int], None]:
+        """For fault drills: `at(phase, step)`."""
+        return self._injector.at
+
+    @contextlib.contextmanager
+    def during(self, phase: str, step: int) -> Iterator[None]:
+        """A drill for this phase strikes while the block runs."""
+        if self._injector.pending(phase):
+            timer = threading.Timer(_STRIKE_S, self._injector.at, (phase, step))
+            timer.daemon = True
+            timer.start()
+        yield
+
+
+def _without_stop(place: Place) -> Place:
+    return Place(epoch=place.epoch, step=place.step, total_step=place.total_step, logs=place.logs)

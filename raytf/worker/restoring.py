@@ -1,0 +1,292 @@
+"""Which old state this rank goes on from, and its bytes: chosen by rank 0, read and verified by
+all.
+
+If any rank finds damage that no other copy mends, all step back together to the next older
+checkpoint. Trouble of the storage itself is no damage: it raises, and nothing is set aside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raytf.checkpoint.layout import TensorInfo
+from raytf.checkpoint.manifest import Manifest, Part
+from raytf.checkpoint.store import CheckpointStore, Problem
+from raytf.errors import CheckpointDamagedError, ConfigError, NotFoundError
+from raytf.worker.links import Links, RunPlace
+from raytf.worker.state import array_of, difference
+
+__all__ = ["Restored", "Restorer"]
+
+_MAX_LINES = 20  # of a difference between model and checkpoint that an error shows
+logger = logging.getLogger("raytf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """An old state, read and verified.
+
+    Attributes:
+        store: it came from.
+        manifest: of the checkpoint.
+        arrays: every tensor by name.
+        is_own: whether it is of this very run; else the run starts from it (`resume_from`).
+        repaired: whether some of its bytes had to come from another copy.
+    """
+
+    store: CheckpointStore
+    manifest: Manifest
+    arrays: dict[str, np.ndarray] = field(repr=False)
+    is_own: bool
+    repaired: bool
+
+    def own(self, rank: int) -> Mapping[str, Any]:
+        """The JSON that a rank had for itself; a rank that the run did not have gets rank 0's."""
+        places = self.manifest.state["own_of_rank"]
+        return self.manifest.state["own"][places[rank] if rank < len(places) else places[0]]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    store: CheckpointStore
+    step: int
+    is_own: bool
+    manifest: Manifest | None
+    problem: str | None
+
+
+class Restorer:
+    """Finds and reads the state to go on from.
+
+    Args:
+        place: of the run.
+        store: of the run.
+        links: of this rank.
+        exchange: `exchange(int32 array) -> int32 array`, the sum over all ranks: how bytes that one
+            rank has read reach the others.
+        tell: takes a message for the user, on rank 0.
+    """
+
+    def __init__(
+        self,
+        place: RunPlace,
+        store: CheckpointStore,
+        links: Links,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._place = place
+        self._store = store
+        self._links = links
+        self._tell = tell
+        self._round = 0
+        self._left: list[int] | None = None
+        self._candidate = self._next()
+
+    @property
+    def threads(self) -> int | None:
+        """TensorFlow's threads of the run so far; fixed, because results depend on them."""
+        found = self._candidate
+        if found is None or found.manifest is None or not found.is_own:
+            return None
+        return found.manifest.threads
+
+    def load(
+        self, here: Mapping[str, TensorInfo], optimizer: str, exchange: Callable[[Any], Any]
+    ) -> Restored | None:
+        """Reads the newest good state.
+
+        Args:
+            here: the model's variables by name.
+            optimizer: its class.
+
+        Returns:
+            None if there is none: the run starts from the beginning.
+
+        Raises:
+            ConfigError: the state is of another model.
+            StorageError: the storage cannot be read.
+        """
+        while (found := self._candidate) is not None:
+            arrays: dict[str, np.ndarray] = {}
+            problems: list[Problem] = []
+            damage = found.problem
+            if found.manifest is not None:
+                self._check_model(found, here, optimizer)
+                arrays, damage = self._read(found, found.manifest, here, problems, exchange)
+            told = {"damage": damage, "repaired": [str(p) for p in problems]}
+            answers = self._links.share(f"restored/{self._round}", told)
+            repaired = sorted({text for a in answers for text in a["repaired"]})
+            damages = [f"rank {r}: {a['damage']}" for r, a in enumerate(answers) if a["damage"]]
+            if not damages and found.manifest is not None:
+                for text in repaired:
+                    self._tell(f"checkpoint of step {found.step}: {text}, repaired from a copy")
+                return Restored(
+                    store=found.store,
+                    manifest=found.manifest,
+                    arrays=arrays,
+                    is_own=found.is_own,
+                    repaired=bool(repaired),
+                )
+            self._set_aside(found, damages)
+            self._round += 1
+            self._candidate = self._next()
+        return None
+
+    def _next(self) -> _Candidate | None:
+        """The next older candidate, the same on all ranks, its manifest read by each."""
+        proposal = self._propose() if self._links.is_chief else None
+        chosen = self._links.share(f"resume/{self._round}", proposal)[0]
+        if chosen is None:
+            return None
+        is_own, step = chosen
+        origin = self._place.origin
+        store = self._store if is_own or origin is None else CheckpointStore(origin.storage)
+        try:
+            return _Candidate(store, step, is_own, store.manifest(step), None)
+        except (CheckpointDamagedError, NotFoundError) as error:
+            return _Candidate(store, step, is_own, None, error.message)
+
+    def _propose(self) -> tuple[bool, int] | None:
+        if self._left is None:
+            self._left = self._store.steps()
+            if not self._left and self._place.origin is not None:
+                origin = self._place.origin
+                return (False, origin.step) if origin.step is not None else None
+        return (True, self._left.pop()) if self._left else None
+
+    def _set_aside(self, found: _Candidate, damages: list[str]) -> None:
+        what = "; ".join(damages)
+        if not found.is_own:
+            raise CheckpointDamagedError(
+                f"{found.store.step_url(found.step)} cannot be used: {what}. Choose another "
+                "checkpoint for resume_from.",
+                path=found.store.step_url(found.step),
+            )
+        self._tell(f"checkpoint of step {found.step} is damaged and set aside: {what}")
+        if self._links.is_chief:
+            problems = [Problem(found.store.path(found.step), text) for text in damages]
+            found.store.quarantine(found.step, self._place.attempt, problems)
+
+    def _check_model(
+        self, found: _Candidate, here: Mapping[str, TensorInfo], optimizer: str
+    ) -> None:
+        manifest, origin = found.manifest, self._place.origin
+        if manifest is None or (not found.is_own and origin is not None and not origin.strict):
+            return
+        where = found.store.step_url(found.step)
+        then = manifest.model.get("optimizer")
+        if then != optimizer:
+            raise ConfigError(
+                f"{where} was trained with the optimizer {then}, build_model now gives "
+                f"{optimizer}. {_way_out(found.is_own)}",
+                old=then,
+                new=optimizer,
+            )
+        lines = difference(here, _comparable(manifest, self._links.rank))
+        if lines:
+            more = len(lines) - _MAX_LINES
+            shown = [*lines[:_MAX_LINES], f"and {more} more"] if more > 0 else lines
+            raise ConfigError(
+                f"build_model does not give the model of {where}:\n  "
+                + "\n  ".join(shown)
+                + f"\n{_way_out(found.is_own)}",
+                path=where,
+            )
+
+    def _read(
+        self,
+        found: _Candidate,
+        manifest: Manifest,
+        here: Mapping[str, TensorInfo],
+        problems: list[Problem],
+        exchange: Callable[[Any], Any],
+    ) -> tuple[dict[str, np.ndarray], str | None]:
+        """All tensors, or what is wrong with them."""
+        strict = found.is_own or self._place.origin is None or self._place.origin.strict
+        wanted = [t for t in manifest.tensors if strict or _fits(here.get(t.name), t)]
+        parts = [part for tensor in wanted for part in tensor.parts]
+        # On a local file system every rank reads all; over a network each reads its share, and the
+        # ranks hand it to each other.
+        alone = found.store.root.is_local or self._links.num_workers == 1
+        mine = parts if alone else _shares(parts, self._links.num_workers)[self._links.rank]
+        try:
+            pieces = found.store.read_parts(mine, problems)
+            data: dict[Any, Any] = {_place_of(p): d for p, d in zip(mine, pieces, strict=True)}
+            damage = None
+        except CheckpointDamagedError as error:
+            data, damage = {}, error.message
+        if not alone:
+            all_fine = not any(self._links.share(f"read/{self._round}", damage))
+            if not all_fine:
+                return {}, damage
+            data = _exchanged(parts, data, exchange)
+        if damage is not None:
+            return {}, damage
+        return {
+            t.name: array_of(_joined([data[_place_of(p)] for p in t.parts]), t.dtype, t.shape)
+            for t in wanted
+        }, None
+
+
+def _fits(mine: TensorInfo | None, tensor: Any) -> bool:
+    return mine is not None and (mine.shape, mine.dtype) == (tuple(tensor.shape), tensor.dtype)
+
+
+def _comparable(manifest: Manifest, rank: int) -> dict[str, Any]:
+    """The checkpoint's variables: without callbacks' arrays and other ranks' own."""
+
+    def is_mine(name: str) -> bool:
+        base, at, owner = name.rpartition("@")
+        return not at or not owner.isdigit() or not base or int(owner) == rank
+
+    names = {t.name: t for t in manifest.tensors if not t.name.startswith("callback/")}
+    return {name: tensor for name, tensor in names.items() if is_mine(name)}
+
+
+def _way_out(is_own: bool) -> str:
+    if is_own:
+        return "Use the build_model of the run, or start a new run under another name."
+    return "Use the build_model it was trained with, or resume_strict=False to take what fits."
+
+
+def _place_of(part: Part) -> tuple[str, int, int]:
+    return part.shard, part.offset, part.nbytes
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _shares(parts: list[Part], number: int) -> list[list[Part]]:
+    """The parts in `number` lists of about equal bytes; the same on all ranks."""
+    shares: list[list[Part]] = [[] for _ in range(number)]
+    sizes = [0] * number
+    for part in sorted(parts, key=lambda p: (-p.nbytes, _place_of(p))):
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(part)
+        sizes[smallest] += part.nbytes
+    return shares
+
+
+def _exchanged(
+    parts: list[Part],
+    data: Mapping[tuple[str, int, int], np.ndarray],
+    exchange: Callable[[Any], Any],
+) -> dict[tuple[str, int, int], Any]:
+    """Every part's bytes on every rank: each rank's own in their places, added up as integers."""
+    places = sorted({_place_of(part) for part in parts})
+    starts = np.cumsum([0, *(-(-nbytes // 4) for _, _, nbytes in places)])
+    words = np.zeros(int(starts[-1]), np.int32)
+    for start, place in zip(starts, places, strict=False):
+        if place in data:
+            words.view(np.uint8)[start * 4 : start * 4 + place[2]] = data[place]
+    whole = exchange(words).view(np.uint8)
+    return {
+        place: whole[start * 4 : start * 4 + place[2]]
+        for start, place in zip(starts, places, strict=False)
+    }

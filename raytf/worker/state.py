@@ -1,0 +1,230 @@
+"""All state of one rank by name: what a checkpoint holds, and how it is copied out and put back.
+
+Variables are equal on all ranks, so each rank copies its share of them only. What a rank has for
+itself (random state, callbacks on the chief) goes along as JSON or as tensors of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raytf.checkpoint.layout import Slice, TensorInfo, divide
+from raytf.checkpoint.writer import Images
+from raytf.errors import ConfigError
+from raytf.worker.callback_state import CallbackStates
+from raytf.worker.random_state import random_state, set_random_state
+
+__all__ = ["Cell", "RankState", "Variables", "array_of", "code_of", "difference"]
+
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_NAMES = {code: name for name, code in _CODES.items()}
+
+
+def code_of(dtype: Any, what: str) -> str:
+    """safetensors' name of a dtype.
+
+    Raises:
+        ConfigError: it has none (strings); `what` names the tensor.
+    """
+    name = tf.as_dtype(dtype).name
+    if name not in _CODES:
+        raise ConfigError(
+            f"{what} has dtype {name}, which a checkpoint cannot hold. Keep such values outside of "
+            "the model's state."
+        )
+    return _CODES[name]
+
+
+def array_of(data: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    """Bytes of a checkpoint (uint8, one axis) as an array of a dtype and shape."""
+    kind = tf.as_dtype(_NAMES[dtype]).as_numpy_dtype
+    return np.frombuffer(np.ascontiguousarray(data), dtype=kind).reshape(tuple(shape))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variable of a rank.
+
+    Attributes:
+        name: in the checkpoint.
+        variable: this rank's own `tf.Variable`.
+        stable: expected not to change (frozen weights).
+        alone: each rank has another value (tf_keras's metrics).
+    """
+
+    name: str
+    variable: Any
+    stable: bool = False
+    alone: bool = False
+
+    def info(self, name: str) -> TensorInfo:
+        shape = tuple(self.variable.shape)
+        return TensorInfo(name, shape, code_of(self.variable.dtype, name), self.stable)
+
+
+@dataclass(frozen=True)
+class _Source:
+    info: TensorInfo
+    read: Callable[[], np.ndarray]
+
+
+class Variables:
+    """All variables of a rank by the names they have in a checkpoint.
+
+    Args:
+        cells: the variables.
+        rank: this rank; part of the names of those that it alone has.
+    """
+
+    def __init__(self, cells: Sequence[Cell], rank: int) -> None:
+        self.cells = {f"{c.name}@{rank}" if c.alone else c.name: c for c in cells}
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """What they are."""
+        return {name: cell.info(name) for name, cell in self.cells.items()}
+
+    def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Sets every variable that `arrays` names."""
+        for name, cell in self.cells.items():
+            if name in arrays:
+                cell.variable.assign(arrays[name])
+
+
+class RankState:
+    """Captures and restores one rank.
+
+    Args:
+        variables: of the rank.
+        callbacks: of this rank.
+        rank: this rank.
+        num_workers: ranks that share the writing.
+    """
+
+    def __init__(
+        self,
+        variables: Variables,
+        callbacks: CallbackStates,
+        rank: int,
+        num_workers: int,
+    ) -> None:
+        self.callbacks = callbacks
+        self.variables = variables
+        self._rank = rank
+        self._num_workers = num_workers
+        self._divided: tuple[tuple[TensorInfo, ...], tuple[Slice, ...]] = ((), ())
+
+    def capture(self, images_for: Callable[[Sequence[Slice]], Images]) -> tuple[Images, Any]:
+        """Copies this rank's part of the state into buffers; the only thing that training waits
+        for.
+
+        Args:
+            images_for: gives the buffers for these slices.
+
+        Returns:
+            The filled buffers, and this rank's JSON.
+        """
+        callbacks, arrays, own_arrays = self.callbacks.capture()
+        shared, own = list[_Source](), list[_Source]()
+        for name, cell in self.variables.cells.items():
+            (own if cell.alone else shared).append(_Source(cell.info(name), cell.variable.numpy))
+        shared += [_of_array(name, array) for name, array in arrays.items()]
+        own += [_of_array(name, array) for name, array in own_arrays.items()]
+        slices = [*self._share([s.info for s in shared])]
+        slices += [Slice(s.info, 0, s.info.rows) for s in own]
+        images = images_for(slices)
+        by_name = {source.info.name: source for source in (*shared, *own)}
+        for image in images:
+            for piece, view in zip(image.slices, image.views, strict=True):
+                _copy(by_name[piece.tensor.name].read(), piece, view)
+        return images, {"callbacks": callbacks, "random": self._read_random()}
+
+    def _share(self, infos: list[TensorInfo]) -> tuple[Slice, ...]:
+        key = tuple(infos)
+        if self._divided[0] != key:
+            self._divided = (key, divide(infos, self._num_workers)[self._rank])
+        return self._divided[1]
+
+    def _read_random(self) -> dict[str, Any]:
+        version, words, gauss = random.getstate()
+        kind, keys, place, has_gauss, cached = np.random.get_state()
+        return {
+            "python": [version, _packed(np.array(words, np.uint32)), gauss],
+            "numpy": [kind, _packed(np.asarray(keys, np.uint32)), place, has_gauss, cached],
+            "tensorflow": random_state(),
+        }
+
+    def set_random(self, state: Mapping[str, Any]) -> None:
+        """Puts Python's, NumPy's and TensorFlow's random state back."""
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(int(w) for w in _unpacked(words)), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, _unpacked(keys), *rest))
+        set_random_state(state["tensorflow"])
+
+
+def _of_array(name: str, array: np.ndarray) -> _Source:
+    return _Source(
+        TensorInfo(name, array.shape, code_of(array.dtype, name)), lambda: np.asarray(array)
+    )
+
+
+def _copy(value: Any, piece: Slice, view: np.ndarray) -> None:
+    # `numpy()` may alias live memory: nothing of it may outlive this copy.
+    array = np.asarray(value)
+    rows = array[piece.start : piece.stop] if array.ndim else array
+    np.copyto(view, np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+
+
+def _packed(words: np.ndarray) -> str:
+    return base64.b64encode(words.astype("<u4").tobytes()).decode()
+
+
+def _unpacked(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<u4").astype(np.uint32)
+
+
+def difference(here: Mapping[str, TensorInfo], there: Mapping[str, Any]) -> list[str]:
+    """How the tensors of a model and of a checkpoint differ; one line each, empty if they do not.
+
+    Args:
+        here: of the built model.
+        there: of the checkpoint, objects with `shape` and `dtype`.
+    """
+    lines: list[str] = []
+    for name in sorted({*here, *there}):
+        mine, other = here.get(name), there.get(name)
+        if mine is None:
+            lines.append(f"- {name} {_described(other)} is in the checkpoint only")
+        elif other is None:
+            lines.append(f"+ {name} {_described(mine)} is in the model only")
+        elif (tuple(mine.shape), mine.dtype) != (tuple(other.shape), other.dtype):
+            lines.append(f"~ {name}: model {_described(mine)}, checkpoint {_described(other)}")
+    return lines
+
+
+def _described(info: Any) -> str:
+    return f"{info.dtype}{list(info.shape)}"

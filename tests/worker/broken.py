@@ -1,0 +1,204 @@
+"""Runs that are killed, and runs that nobody touches: what both leave must be the same bytes.
+
+`train` is one worker's part; `run` starts groups until the run is through, as Ray would, and
+returns everything that must be equal. No Ray: real processes, real SIGKILL, a real strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+
+from raytf.checkpoint.storage import resolve
+from raytf.checkpoint.store import CheckpointStore
+from raytf.config import SaveConfig, TrainSpec
+from raytf.data import ArraySource
+from raytf.faults.drill import parse_drill
+from raytf.worker.links import Job, Links, RunPlace
+from tests.worker.group import GroupFailed, run_group
+
+ROWS = 100
+BATCH = 16  # 7 steps per epoch, the last one smaller
+
+
+def data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(5)
+    return rng.normal(size=(rows, 8)).astype("float32"), rng.integers(0, 3, rows).astype("int32")
+
+
+def build(config: dict[str, Any]) -> Any:
+    """A model with every kind of state: dropout, moving statistics, sparse gradients, a schedule or
+    a settable rate, loss scaling, averaged weights, frozen weights.
+    """
+    import keras
+
+    kind = config.get("kind", "adam")
+    if kind == "mixed":
+        keras.config.set_dtype_policy("mixed_float16")
+    inputs = keras.Input((8,))
+    frozen = keras.layers.Dense(16, name="frozen", trainable=False)
+    x = keras.layers.Dense(16, activation="relu")(frozen(inputs))
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.Dropout(0.3)(x)
+    ids = keras.layers.Lambda(lambda t: keras.ops.cast(keras.ops.abs(t) * 4, "int32") % 11)(inputs)
+    embedded = keras.layers.Flatten()(keras.layers.Embedding(11, 2)(ids))
+    x = keras.layers.Concatenate()([x, embedded])
+    outputs = keras.layers.Dense(3, dtype="float32")(x)
+    model = keras.Model(inputs, outputs)
+    optimizer: Any = keras.optimizers.Adam(1e-2, use_ema=kind == "ema", ema_momentum=0.9)
+    if kind == "schedule":
+        schedule = keras.optimizers.schedules.CosineDecay(1e-2, 30, warmup_steps=5, alpha=0.1)
+        optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
+    model.compile(
+        optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        steps_per_execution=config.get("per_call", 1),
+    )
+    keras.config.set_dtype_policy("float32")
+    return model
+
+
+def callbacks(directory: str) -> Any:
+    def make() -> list[Any]:
+        import keras
+
+        class Counter(keras.callbacks.Callback):
+            """An own callback that keeps state in plain attributes."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.batches = 0
+                self.seen: dict[int, list[float]] = {}
+
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                self.batches += 1
+
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                rate = self.model.optimizer.learning_rate
+                self.seen[epoch] = [float(keras.ops.convert_to_numpy(rate)), logs["loss"]]
+                logs["batches"] = self.batches
+
+        return [
+            Counter(),
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05)
+            if not os.environ.get("RAYTF_TEST_SCHEDULE")
+            else keras.callbacks.TerminateOnNaN(),
+            keras.callbacks.EarlyStopping(
+                "val_loss", patience=2, min_delta=0.02, restore_best_weights=True
+            ),
+            keras.callbacks.CSVLogger(os.path.join(directory, "log.csv")),
+            keras.callbacks.ModelCheckpoint(
+                os.path.join(directory, "best.weights.h5"),
+                monitor="val_loss",
+                save_best_only=True,
+                save_weights_only=True,
+            ),
+        ]
+
+    return make
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run.
+
+    Attributes:
+        storage: the run's directory.
+        drill: kills, or "".
+        kind: of model, see `build`.
+        workers: ranks of each group in turn; the last number stays.
+    """
+
+    storage: str
+    drill: str = ""
+    kind: str = "adam"
+    workers: tuple[int, ...] = (2,)
+    epochs: int = 5
+    per_call: int = 1
+    save: SaveConfig = dataclasses.field(default_factory=lambda: SaveConfig(every_steps=3))
+    attempt: int = 1
+
+
+def train(links: Links, strategy: Any, case: Case) -> dict[str, Any]:
+    """What one worker does; called by `run_group`."""
+    from raytf.worker import session
+
+    x, y = data()
+    vx, vy = data(30)
+    outputs = os.path.join(case.storage, "outputs")
+    os.makedirs(outputs, exist_ok=True)
+    if case.kind == "schedule":
+        os.environ["RAYTF_TEST_SCHEDULE"] = "1"
+    spec = TrainSpec(
+        build_model=build,
+        config={"kind": case.kind, "per_call": case.per_call},
+        train_data=ArraySource(x, y),
+        validation_data=ArraySource(vx, vy),
+        global_batch_size=BATCH,
+        epochs=case.epochs,
+        seed=3,
+        callbacks=callbacks(outputs),
+        verbose=0,
+    )
+    storage = resolve(case.storage)
+    place = RunPlace(
+        storage=storage,
+        run="r",
+        attempt=case.attempt,
+        owner="o",
+        save=case.save,
+        fingerprint={},
+        kills=parse_drill(case.drill) if case.drill else (),
+    )
+    job = Job(spec=spec, output=(storage.fs, storage.join("final").path), place=place)
+    return session.run(job, links)
+
+
+def run(case: Case, max_starts: int = 40) -> dict[str, Any]:
+    """Runs a case to its end and returns its starts and everything that must be equal."""
+    starts = 0
+    while True:
+        workers = case.workers[min(starts, len(case.workers) - 1)]
+        starts += 1
+        attempt = dataclasses.replace(case, attempt=starts)
+        try:
+            results = run_group(
+                "tests.worker.broken:train", workers, attempt, bare=True, grace_s=0.5
+            )
+        except GroupFailed as error:
+            echo = ("gave nothing", "Collective ops is aborted", "Socket closed")
+            if starts >= max_starts or not any(text in str(error) for text in echo):
+                raise
+            continue
+        return {"starts": starts, "result": results[0], **left_by(case.storage)}
+
+
+def left_by(storage: str) -> dict[str, Any]:
+    """Everything that a run leaves, as digests and plain data."""
+    store = CheckpointStore(storage)
+    step = store.latest()
+    assert step is not None
+    manifest = store.manifest(step)
+    tensors = {
+        name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+        for name, array in store.read(step).items()
+    }
+    outputs = os.path.join(storage, "outputs")
+    files = {}
+    for name in sorted(os.listdir(outputs)):
+        if name.endswith(".csv"):
+            with open(os.path.join(outputs, name), "rb") as f:
+                files[name] = f.read().decode()
+    return {
+        "step": step,
+        "position": manifest.position,
+        "metrics": manifest.metrics,
+        "tensors": tensors,
+        "state": manifest.state,
+        "files": files,
+    }
