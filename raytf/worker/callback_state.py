@@ -130,6 +130,7 @@ class CallbackStates:
                 known["given"] = _given(member, arrays)
             else:
                 known |= self._changed(member, arrays)
+                known["chosen"] = _has_chosen(member.callback)
             if member.file is not None:
                 known["file"] = member.file.capture()
             found[member.name] = known
@@ -235,10 +236,18 @@ def _attributes(callback: Any) -> dict[str, Any]:
     for name, remade in _REMADE.items():
         skip |= remade if _is(callback, name) else set()
     if hasattr(callback, "_set_monitor_op"):
-        # Keras 3.15 flips the sign of min_delta, a setting, when it first chooses monitor_op; a
-        # resumed callback chooses, and flips, once more.
-        skip |= {"monitor_op", "min_delta"}
+        skip |= {"monitor_op", "min_delta"}  # see _has_chosen
     return {name: value for name, value in vars(callback).items() if name not in skip}
+
+
+def _has_chosen(callback: Any) -> bool:
+    """Whether Keras has chosen what an improvement is.
+
+    Keras 3.15 does so at the first end of an epoch, and then flips the sign of min_delta, which is
+    a setting. A resumed callback has to choose at once: ModelCheckpoint may ask before an epoch
+    ends.
+    """
+    return hasattr(callback, "_set_monitor_op") and callback.monitor_op is not None
 
 
 def _snapshots(callback: Any) -> dict[str, Any]:
@@ -246,15 +255,20 @@ def _snapshots(callback: Any) -> dict[str, Any]:
 
 
 def _ids_of_model(callback: Any) -> set[int]:
-    model = getattr(callback, "model", None)
-    optimizer = getattr(model, "optimizer", None)
-    owners = (model, optimizer, getattr(optimizer, "inner_optimizer", None))
-    found: list[Any] = []
-    for owner in owners:
-        for name in ("variables", "metrics_variables"):
-            listed: Any = getattr(owner, name, ())
-            found.extend(listed() if callable(listed) else listed)
+    model: Any = getattr(callback, "model", None)
+    optimizer: Any = getattr(model, "optimizer", None)
+    owners: list[Any] = [model, optimizer, getattr(optimizer, "inner_optimizer", None)]
+    found = [v for o in owners for n in ("variables", "metrics_variables") for v in _listed(o, n)]
+    # Legacy optimizers do not list their learning rate.
+    found += [getattr(o, n, None) for o in owners[1:] for n in ("_learning_rate", "_iterations")]
     return {id(v) for v in found} | {id(v.value) for v in found if hasattr(v, "value")}
+
+
+def _listed(owner: Any, name: str) -> list[Any]:
+    listed: Any = getattr(owner, name, None)
+    if callable(listed):  # a method in some optimizers of legacy Keras
+        listed = listed()
+    return [] if listed is None else list(listed)
 
 
 def _encode(value: Any, key: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -282,6 +296,8 @@ def _put_back(
 ) -> list[str]:
     attributes = vars(member.callback)
     messages: list[str] = []
+    if known["chosen"] and not _has_chosen(member.callback):
+        member.callback._set_monitor_op()
     for name in known["deleted"]:
         attributes.pop(name, None)
     for name, node in known["attributes"].items():
