@@ -20,7 +20,7 @@ from raytf.checkpoint.manifest import Manifest, Part, Shard, TensorEntry
 from raytf.checkpoint.retention import Rule
 from raytf.checkpoint.reuse import plan_reuse
 from raytf.checkpoint.store import CheckpointStore
-from raytf.errors import RaytfError
+from raytf.errors import RaytfError, SupersededError
 
 __all__ = ["Outcome", "Peers", "Snapshot", "Writer"]
 
@@ -61,7 +61,7 @@ class Outcome:
     """What became of a save.
 
     Attributes:
-        kind: "committed", "failed" or "skipped".
+        kind: "committed", "failed", "skipped", or "superseded": another attempt has the run.
         step: of the save.
         seconds: from the start of writing to the commit.
         written_bytes: by this rank.
@@ -266,7 +266,8 @@ class Writer:
         # All learn whether it exists: it decides what need not be written again.
         result = self._peers.share(_key("commit", snapshot), result)[0]
         if result.get("error"):
-            return Outcome(kind="failed", step=step, error=result["error"])
+            kind = "superseded" if result.get("superseded") else "failed"
+            return Outcome(kind=kind, step=step, error=result["error"])
         if result["is_new"]:
             self._known, self._shards = _parts_by_key(tensors), shards
         else:  # the step was there: what was just written for it is gone
@@ -315,6 +316,8 @@ class Writer:
         try:
             self._at("commit", snapshot.step)
             is_new = self._store.commit(manifest, self._may_commit)
+        except SupersededError as error:
+            return {"error": error.message, "superseded": True}
         except RaytfError as error:
             return {"error": f"rank 0: {error}"}
         return {"deleted": self._tidy(), "is_new": is_new}

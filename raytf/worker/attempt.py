@@ -70,6 +70,8 @@ class Attempt:
         self._restored: Restored | None = None
         self._state: RankState | None = None
         self._saver: Saver | None = None
+        self._rate: list[float] = []  # as build_model compiled it
+        self._new_rate: list[float] = []  # to be set instead of the old state's
         self.start = Place(epoch=spec.initial_epoch)
 
     @property
@@ -81,8 +83,11 @@ class Attempt:
         if self._links.is_chief:
             self._links.progress({"kind": "message", "text": text})
 
-    def restore(self, model: Any, variables: Variables, agreement: Agreement) -> None:
+    def restore(
+        self, model: Any, engine: Engine, variables: Variables, agreement: Agreement
+    ) -> None:
         """Puts the variables of the newest good state, if there is one, into the model."""
+        self._rate = engine.read_learning_rate(model)
         self._check_space(sum(info.nbytes for info in variables.tensors().values()))
         restored = self._restorer.load(
             variables.tensors(), type(model.optimizer).__name__, agreement.exchange
@@ -91,17 +96,45 @@ class Attempt:
         if restored is None:
             return
         variables.assign(restored.arrays)
+        self._settle_rate(restored, model, engine)
         manifest = restored.manifest
         place = Place.of(manifest.position, manifest.state["loop"])
         self.start = self._from_elsewhere(place, manifest) if not restored.is_own else place
         if self._place.go_on:
             self.start = _without_stop(self.start)
+        if restored.is_own:
+            self._rate = manifest.model["learning_rate"]  # of the run's beginning, for later ones
+        if self.start.epoch >= self._spec.epochs:
+            self._say(
+                f"epochs={self._spec.epochs}: the state to go on from has {self.start.epoch} "
+                "epochs already, and nothing is left to train"
+            )
         self._links.restored(restored.store.root.join(step_name(manifest.step)))
         self._say(
             f"{'resumed' if restored.is_own else 'starting'} at step {self.start.total_step} "
             f"(epoch {self.start.epoch + 1}, step {self.start.step} of it) from "
             f"{restored.store.step_url(manifest.step)}"
         )
+
+    def _settle_rate(self, restored: Restored, model: Any, engine: Engine) -> None:
+        """Which learning rate counts: the state's, unless a *new* run's build_model says another
+        than the old run's did.
+        """
+        kept, then = engine.read_learning_rate(model), restored.manifest.model["learning_rate"]
+        if self._rate == then or not kept or not self._rate:
+            return
+        if restored.is_own:
+            self._say(
+                f"learning rate: {kept[0]:g}, as in the checkpoint; build_model now says "
+                f"{self._rate[0]:g} (the run began with {_shown(then)}). To change it, start a new "
+                "run with resume_from."
+            )
+            return
+        self._say(
+            f"learning rate: {self._rate[0]:g}, as build_model says; the checkpoint has "
+            f"{kept[0]:g}, and its run began with {_shown(then)}"
+        )
+        self._new_rate = self._rate
 
     def _check_space(self, state_bytes: int) -> None:
         free = self._store.files.free_bytes()
@@ -177,7 +210,7 @@ class Attempt:
             callbacks.before_train_begin(None)
         return saver
 
-    def began(self) -> None:
+    def began(self, model: Any, engine: Engine) -> None:
         """After `on_train_begin`: what callbacks may have changed there is put back."""
         if self._state is None or self._saver is None:
             return
@@ -187,6 +220,8 @@ class Attempt:
             return
         own = restored.own(self._links.rank)
         self._state.variables.assign(restored.arrays)
+        if self._new_rate:
+            engine.set_learning_rate(model, self._new_rate)
         if restored.is_own:
             for text in self._state.callbacks.restore(own["callbacks"], restored.arrays):
                 self._say(text)
@@ -217,6 +252,7 @@ class Attempt:
                 "class": type(model).__name__,
                 "optimizer": type(model.optimizer).__name__,
                 "legacy_keras": self._spec.legacy_keras,
+                "learning_rate": self._rate,
                 **engine.described(model),
             },
         }
@@ -234,6 +270,10 @@ class Attempt:
             timer.daemon = True
             timer.start()
         yield
+
+
+def _shown(rate: list[float]) -> str:
+    return f"{rate[0]:g}" if rate else "a schedule"
 
 
 def _without_stop(place: Place) -> Place:

@@ -44,7 +44,7 @@ class Engine(Protocol):
 
     def described(self, model: Any) -> dict[str, Any]:
         """What a checkpoint says of the model besides its variables, as JSON: `config` or
-        `config_error`, and `learning_rate` as built.
+        `config_error`.
         """
         ...
 

@@ -17,11 +17,11 @@ from raytf.checkpoint.cadence import Cadence
 from raytf.checkpoint.writer import Outcome, Snapshot, Writer
 from raytf.config import SaveConfig
 from raytf.data import Position
-from raytf.errors import StorageError
+from raytf.errors import StorageError, SupersededError
 from raytf.worker.callbacks import Agreement
 from raytf.worker.state import RankState
 
-__all__ = ["NoSaver", "Place", "Saver"]
+__all__ = ["NoSaver", "Pace", "Place", "Saver"]
 
 logger = logging.getLogger("raytf")
 
@@ -64,6 +64,30 @@ class Place:
         """The place that a checkpoint was taken at."""
         where = Position.from_json(position)
         return cls(epoch=where.epoch, step=where.next_step, **loop)
+
+
+class Pace:
+    """How much slower steps are while a save is being written."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float, bool] | None = None
+        # seconds and steps: without, with a save in flight
+        self._spent = {False: [0.0, 0], True: [0.0, 0]}
+
+    def step(self, step: int, now: float, busy: bool) -> None:
+        """Takes the time before a step; what began with a save in flight counts as such."""
+        if self._last is not None and step > self._last[0]:
+            spent = self._spent[self._last[2]]
+            spent[0] += now - self._last[1]
+            spent[1] += step - self._last[0]
+        self._last = (step, now, busy)
+
+    def slowdown(self) -> float:
+        """Extra time of a step while writing, relative to others; 0.0 as long as it is unknown."""
+        (idle_s, idle), (busy_s, busy) = self._spent[False], self._spent[True]
+        if not idle or not busy or not idle_s:
+            return 0.0
+        return max(0.0, (busy_s / busy) / (idle_s / idle) - 1.0)
 
 
 class NoSaver:
@@ -134,7 +158,9 @@ class Saver:
         self._saved_step = -1
         self._durable_at = clock()
         self._failed_in_row = 0
-        self.counts = {"committed": 0, "failed": 0, "skipped": 0}
+        self._superseded: str | None = None
+        self._pace = Pace()
+        self.counts = {"committed": 0, "failed": 0, "skipped": 0, "superseded": 0}
 
     def begin(self, place: Place) -> None:
         """Plans the first save; called once, with the place that training starts or goes on at."""
@@ -147,6 +173,10 @@ class Saver:
 
     def before_step(self, place: Place) -> None:
         """Saves if one is due; called before every step (or several in one call)."""
+        if self._superseded is not None:
+            raise SupersededError(self._superseded)
+        if self._config.is_auto:
+            self._pace.step(place.total_step, self._clock(), self._writer.busy)
         if place.total_step < self._next_look:
             return
         due, self._next_look = self._look(place.total_step)
@@ -213,7 +243,9 @@ class Saver:
         self.counts[outcome.kind] += 1
         if outcome.kind == "committed":
             self._failed_in_row, self._durable_at = 0, self._clock()
-            self._cadence.wrote(outcome.seconds, 0.0)
+            self._cadence.wrote(outcome.seconds, self._pace.slowdown())
+        elif outcome.kind == "superseded":
+            self._superseded = outcome.error
         elif outcome.kind == "failed":
             self._failed_in_row += 1
         if not self._is_chief:

@@ -298,7 +298,7 @@ class Trainee:
             training.trace()
         cells = [*self.engine.cells(self.model), Cell("step", self.steps.counter)]
         variables = Variables(cells, self.links.rank)
-        attempt.restore(self.model, variables, self.agreement)
+        attempt.restore(self.model, self.engine, variables, self.agreement)
         saver = attempt.begin(
             model=self.model,
             engine=self.engine,
@@ -309,7 +309,7 @@ class Trainee:
         )
         loop = {
             "saver": saver,
-            "restored": attempt.began,
+            "restored": lambda: attempt.began(self.model, self.engine),
             "at": attempt.at,
             "during": attempt.during,
         }

@@ -28,6 +28,21 @@ __all__ = ["Steps"]
 logger = logging.getLogger("raytf")
 
 
+# TensorFlow 2.21's random operations that count up inside their kernels.
+_STATEFUL_RANDOM = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoisson",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+}
+
+
 class Steps:
     """The compiled step functions of one model on one rank.
 
@@ -164,6 +179,7 @@ class Steps:
             if kind == "train":
                 self.counter.assign_add(1)
         self._name_foreign_variables(scope.graph)
+        self._name_hidden_randomness(scope.graph)
 
     def _apply_now(
         self, optimizer: Any, apply: Any, grads: list[Any], variables: list[Any]
@@ -182,6 +198,18 @@ class Steps:
                     tf.zeros(shape), trainable=False, name=f"raytf_log_{name}"
                 )
         return self._raw[kind, name]
+
+    def _name_hidden_randomness(self, graph: Any) -> None:
+        for operation in graph.get_operations():
+            if operation.type in _STATEFUL_RANDOM and operation.type not in self._named:
+                self._named.add(operation.type)
+                logger.warning(
+                    "The step uses %s (%s): the state of tf.random operations lies in TensorFlow's "
+                    "kernels and cannot be saved, so a resumed run draws other numbers. Use "
+                    "keras.random with a SeedGenerator, or tf.random.stateless_*.",
+                    operation.type,
+                    operation.name,
+                )
 
     def _name_foreign_variables(self, graph: Any) -> None:
         known = {id(v._value) for v in keras_compat.all_variables(self.model)}

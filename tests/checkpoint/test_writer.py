@@ -251,7 +251,7 @@ def test_a_superseded_attempt_commits_nothing(tmp_path: Path) -> None:
 
     ranks = Ranks(tmp_path, may_commit=taken)
     ranks.save(10, arrays(1))
-    assert ranks.kinds() == [["failed"], ["failed"]]
+    assert ranks.kinds() == [["superseded"], ["superseded"]]
     assert ranks.store.steps() == []
 
 
