@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raytf.checkpoint.store import CheckpointStore
     from raytf.config import CommunicationConfig, RecoveryConfig, SaveConfig, WatchConfig
     from raytf.data import ArraySource, ParquetSource, SequenceSource
     from raytf.errors import (
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from raytf.result import RunResult
-    from raytf.trainer import KerasTrainer, fit
+    from raytf.trainer import KerasTrainer, export, fit
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArraySource",
     "CheckpointDamagedError",
+    "CheckpointStore",
     "CommunicationConfig",
     "ConfigError",
     "DataError",
@@ -53,12 +55,14 @@ __all__ = [
     "TrainingError",
     "WatchConfig",
     "__version__",
+    "export",
     "fit",
 ]
 
 # Where each name lives. Lazy, so that `import raytf` costs milliseconds and loads neither Ray nor
 # TensorFlow.
 _HOMES = {
+    "raytf.checkpoint.store": ("CheckpointStore",),
     "raytf.config": ("CommunicationConfig", "RecoveryConfig", "SaveConfig", "WatchConfig"),
     "raytf.data": ("ArraySource", "ParquetSource", "SequenceSource"),
     "raytf.errors": (
@@ -76,7 +80,7 @@ _HOMES = {
         "TrainingError",
     ),
     "raytf.result": ("RunResult",),
-    "raytf.trainer": ("KerasTrainer", "fit"),
+    "raytf.trainer": ("KerasTrainer", "export", "fit"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

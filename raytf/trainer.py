@@ -10,20 +10,22 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import os
 import re
 import secrets
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from ray.train import CheckpointConfig, LoggingConfig, RunConfig, ScalingConfig
 
 from raytf.checkpoint.storage import FINAL, Storage, resolve
+from raytf.checkpoint.store import CheckpointStore
 from raytf.cluster.arguments import check_scaling, check_spec, make_spec
 from raytf.cluster.group import GroupRun, GroupTrainer
 from raytf.cluster.in_loop import run_in_loop
-from raytf.cluster.origins import resolve_origin
+from raytf.cluster.origins import choose_step, resolve_origin
 from raytf.cluster.rows import in_row_order
 from raytf.cluster.run_options import take_options
 from raytf.cluster.run_place import Finished, open_run
@@ -34,7 +36,7 @@ from raytf.progress import Display
 from raytf.result import RunResult
 from raytf.worker.links import Job
 
-__all__ = ["KerasTrainer", "fit"]
+__all__ = ["KerasTrainer", "export", "fit"]
 
 _RAY_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 _log = logging.getLogger("raytf")
@@ -339,3 +341,41 @@ def _place(given: RunConfig) -> tuple[Storage, RunConfig]:
         # What Ray tells about a run, raytf tells in its own words: progress, restarts, the error.
         run.logging_config = LoggingConfig(log_level="WARNING")
     return root.join(name), run
+
+
+def export(
+    url: str | os.PathLike[str] | Storage,
+    step: int | str,
+    path: str,
+    format: Literal["keras", "saved_model", "weights"] = "keras",
+    build_model: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> str:
+    """Writes one checkpoint of a run as a model, in this process; imports TensorFlow.
+
+    Args:
+        url: the run's directory, as in `result.url`.
+        step: a committed step, "latest" or "best".
+        path: local path or fsspec URL: a file that ends in `.keras` or `.weights.h5`, or a
+            directory (`saved_model`).
+        format: "keras" (a `.keras` file, with the optimizer's state), "saved_model" (served by
+            `tf.saved_model.load`) or "weights".
+        build_model: needed only if Keras cannot rebuild the model from its own config (the error
+            says so).
+        config: handed to `build_model`.
+
+    Returns:
+        Where it was written, absolute.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: its bytes are bad and there is no other copy.
+        ConfigError: `format` and `path` do not fit, `build_model` is needed, or it gives another
+            model.
+        StorageError: the store cannot be reached.
+    """
+    from raytf.worker.export_step import export_step
+
+    store = CheckpointStore(url)
+    chosen = choose_step(store, str(step))
+    return export_step(store, chosen, path, format, build_model, config)

@@ -29,6 +29,7 @@ from raytf.config import (
 NAMES = [
     "ArraySource",
     "CheckpointDamagedError",
+    "CheckpointStore",
     "CommunicationConfig",
     "ConfigError",
     "DataError",
@@ -49,6 +50,7 @@ NAMES = [
     "TrainingError",
     "WatchConfig",
     "__version__",
+    "export",
     "fit",
 ]
 
@@ -144,6 +146,37 @@ url
 * filesystem=None
 )"""
 
+STORE = """(
+url
+* storage_filesystem=None
+* retry=None
+* clock=<built-in function time>
+)"""
+
+STORE_VERBS = """
+best(self, metric=None, mode=None)
+delete(self, step)
+export(self, step, path, format='keras', **options)
+latest(self)
+manifest(self, step)
+pin(self, step, pinned=True)
+pinned(self)
+read(self, step, names=None, problems=None)
+reading(self, step)
+step_url(self, step)
+steps(self)
+verify(self, step)
+"""
+
+EXPORT = """(
+url
+step
+path
+format='keras'
+build_model=None
+config=None
+)"""
+
 
 def signature(function: Any) -> str:
     """Names, kinds and defaults, a line each."""
@@ -215,6 +248,18 @@ def test_configs(kind: Any, frozen: str) -> None:
 def test_sources() -> None:
     assert signature(raytf.ArraySource) == ARRAYS
     assert signature(raytf.ParquetSource) == PARQUET
+
+
+def test_checkpoints() -> None:
+    assert signature(raytf.CheckpointStore) == STORE
+    assert signature(raytf.export) == EXPORT
+    frozen = STORE_VERBS.split("\n")[1:-1]
+    found = []
+    for line in frozen:
+        verb = inspect.signature(getattr(raytf.CheckpointStore, line.split("(")[0]))
+        bare = [p.replace(annotation=p.empty) for p in verb.parameters.values()]
+        found.append(line.split("(")[0] + str(inspect.Signature(bare)))
+    assert found == frozen
 
 
 def test_verbs_of_the_command_line() -> None:

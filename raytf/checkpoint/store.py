@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import posixpath
+import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -195,6 +196,12 @@ class CheckpointStore:
         read together, several files at once.
         """
         return self._reader.parts(parts, problems)
+
+    def export(self, step: int | str, path: str, format: str = "keras", **options: Any) -> str:
+        """`raytf.export` of this run: one checkpoint as a model; imports TensorFlow and Ray."""
+        # Looked up when it is used: the function lives floors above this one.
+        public: Any = sys.modules[__name__.partition(".")[0]]
+        return public.export(self.storage, step, path, format, **options)
 
     def delete(self, step: int) -> None:
         """Deletes one step; shards that other steps use stay.

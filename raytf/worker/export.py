@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
 import secrets
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,9 +21,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from raytf.checkpoint.storage import Storage
 from raytf.errors import ConfigError, NotFoundError
 
-__all__ = ["export", "load_model", "read_weights", "write"]
+__all__ = ["check_format", "export", "is_legacy", "load_model", "publish", "read_weights", "write"]
+__all__ += ["write_as"]
 
 logger = logging.getLogger("raytf")
 
@@ -230,18 +234,80 @@ def export(
     Returns:
         `to`.
     """
-    endings = {"keras": ".keras", "weights": ".weights.h5", "saved_model": ""}
-    if format not in endings:
-        raise ConfigError(f"format must be one of {', '.join(endings)}. Received: {format!r}.")
-    if not to.endswith(endings[format]):
+    check_format(to, format)
+    write_as(load_model(fs, path, build_model, config), to, format)
+    return to
+
+
+_ENDINGS = {"keras": ".keras", "weights": ".weights.h5", "saved_model": ""}
+
+
+def check_format(to: str, format: str) -> None:
+    """Whether a model can be written to a path of this name in this format.
+
+    Raises:
+        ConfigError: there is no such format, or its files end otherwise.
+    """
+    if format not in _ENDINGS:
+        raise ConfigError(f"format must be one of {', '.join(_ENDINGS)}. Received: {format!r}.")
+    if not to.endswith(_ENDINGS[format]):
         raise ConfigError(
-            f'format="{format}" needs a path that ends in {endings[format]}. Received: {to!r}.'
+            f'format="{format}" needs a path that ends in {_ENDINGS[format]}. Received: {to!r}.'
         )
-    model = load_model(fs, path, build_model, config)
+
+
+def write_as(model: Any, to: str, format: str) -> None:
+    """Writes a model to a local file or directory."""
     if format == "keras":
         model.save(to)
     elif format == "weights":
         model.save_weights(to)
-    else:
+    elif is_legacy(model):
         model.export(to)
-    return to
+    else:
+        model.export(to, verbose=False)  # its talk would go to standard output
+
+
+def publish(model: Any, target: Storage, format: str) -> None:
+    """Writes a model to any storage. A file is there whole or not at all.
+
+    Args:
+        model: of Keras 3 or tf_keras.
+        target: file (`keras`, `weights`) or directory (`saved_model`).
+        format: see `export`.
+    """
+    name = posixpath.basename(target.path)
+    if target.is_local and format == "saved_model":
+        write_as(model, target.path, format)
+        return
+    parent = os.path.dirname(target.path) if target.is_local else None
+    if parent is not None:
+        os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".raytf-") as scratch:
+        local = os.path.join(scratch, name)  # TensorFlow writes to local disks
+        write_as(model, local, format)
+        if parent is not None:
+            os.replace(local, target.path)
+        elif os.path.isdir(local):
+            _put_directory(local, target)
+        else:
+            _put_file(local, target)
+
+
+def _put_directory(local: str, target: Storage) -> None:
+    for directory, _, names in os.walk(local):
+        below = os.path.relpath(directory, local)
+        for name in names:
+            inner = posixpath.normpath(posixpath.join(below.replace(os.sep, "/"), name))
+            _put_file(os.path.join(directory, name), target.join(inner))
+
+
+def _put_file(local: str, target: Storage) -> None:
+    target.fs.makedirs(posixpath.dirname(target.path), exist_ok=True)
+    target.fs.put_file(local, target.path)
+
+
+def is_legacy(model: Any) -> bool:
+    """Whether it is a model of tf_keras."""
+    legacy = sys.modules.get("tf_keras")  # loaded if it is
+    return legacy is not None and isinstance(model, legacy.Model)
