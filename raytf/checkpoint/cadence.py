@@ -66,7 +66,9 @@ class Cadence:
 
     @property
     def timed(self) -> bool:
-        """Whether a clock takes part. If not, every rank can plan alone: all get the same plans."""
+        """Whether a clock takes part. If not, every rank can plan alone: told of the same looks and
+        saves, all get the same plans.
+        """
         return self._auto or self._every_s is not None
 
     @property
@@ -112,7 +114,7 @@ class Cadence:
         self._stall_s = _smooth(self._stall_s, stall_s)
 
     def wrote(self, write_s: float, slowdown: float) -> None:
-        """A save has become durable.
+        """A save has become durable; may be called from the thread that wrote it.
 
         Args:
             write_s: seconds of writing in the background.

@@ -252,7 +252,7 @@ class Lease:
             seen = read_holder(self._storage)
             if seen is not None and seen.owner == self.owner:
                 _write(self._storage, replace(self._holder, released=True, time=_utc()))
-        except StorageError as error:
+        except RaytfError as error:
             logger.warning("The lease was not released, so it has to expire: %s", error)
         finally:
             self._lock.release()
@@ -261,7 +261,7 @@ class Lease:
         while not self._stop.wait(RENEW_S):
             try:
                 self._renew()
-            except StorageError as error:
+            except RaytfError as error:
                 if not self._complained:
                     logger.warning("Tried again every %g s: %s", RENEW_S, error)
                 self._complained = True
