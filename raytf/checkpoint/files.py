@@ -114,6 +114,10 @@ class Files:
         def read(fs: Any, full: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
             if self._is_local:
                 return _read_local(fs, full, start, stop)
+            if not self._is_object_store:  # the Arrow bridge cannot read a range with `cat_file`
+                with fs.open(full, "rb") as file:
+                    file.seek(start)
+                    return np.frombuffer(bytearray(file.read(stop - start)), np.uint8)
             try:
                 data = fs.cat_file(full, start=start, end=stop)
             except (OSError, ValueError) as error:
@@ -359,9 +363,8 @@ class Files:
             retry=tenacity.retry_if_exception(worth_another),
             stop=tenacity.stop_after_attempt(self._retry.num_attempts)
             | tenacity.stop_after_delay(self._retry.total_s),
-            wait=tenacity.wait_exponential_jitter(
-                initial=self._retry.first_s, max=self._retry.max_s, jitter=self._retry.first_s
-            ),
+            wait=tenacity.wait_exponential(multiplier=self._retry.first_s, max=self._retry.max_s)
+            + tenacity.wait_random(0, self._retry.first_s),
             sleep=self._retry.sleep,
             before_sleep=lambda state: _log.info(
                 "Cannot %s %s, trying again: %s",
