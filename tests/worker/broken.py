@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,11 @@ BATCH = 16  # 7 steps per epoch, the last one smaller
 
 
 def data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Features, of which the last is the row's number, and classes."""
     rng = np.random.default_rng(5)
-    return rng.normal(size=(rows, 8)).astype("float32"), rng.integers(0, 3, rows).astype("int32")
+    x = rng.normal(size=(rows, 9)).astype("float32")
+    x[:, 8] = np.arange(rows)
+    return x, rng.integers(0, 3, rows).astype("int32")
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -36,10 +40,30 @@ def build(config: dict[str, Any]) -> Any:
     """
     import keras
 
+    class Ledger(keras.layers.Layer):
+        """Counts how often each row has been trained on; gives the other features on."""
+
+        def build(self, shape: Any) -> None:
+            self.seen = self.add_weight(
+                shape=(ROWS,),
+                initializer="zeros",
+                dtype="float32",
+                trainable=False,
+                aggregation="sum",
+                name="seen",
+            )
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                rows = keras.ops.one_hot(keras.ops.cast(x[:, 8], "int32"), ROWS, dtype="float32")
+                self.seen.assign(self.seen + keras.ops.sum(rows, axis=0))
+            return keras.ops.cast(x[:, :8], self.compute_dtype)
+
     kind = config.get("kind", "adam")
     if kind == "mixed":
         keras.config.set_dtype_policy("mixed_float16")
-    inputs = keras.Input((8,))
+    features = keras.Input((9,), dtype="float32")
+    inputs = Ledger(name="ledger", autocast=False)(features)
     frozen = keras.layers.Dense(16, name="frozen", trainable=False)
     x = keras.layers.Dense(16, activation="relu")(frozen(inputs))
     x = keras.layers.BatchNormalization()(x)
@@ -48,7 +72,7 @@ def build(config: dict[str, Any]) -> Any:
     embedded = keras.layers.Flatten()(keras.layers.Embedding(11, 2)(ids))
     x = keras.layers.Concatenate()([x, embedded])
     outputs = keras.layers.Dense(3, dtype="float32")(x)
-    model = keras.Model(inputs, outputs)
+    model = keras.Model(features, outputs)
     optimizer: Any = keras.optimizers.Adam(1e-2, use_ema=kind == "ema", ema_momentum=0.9)
     if kind == "schedule":
         schedule = keras.optimizers.schedules.CosineDecay(1e-2, 30, warmup_steps=5, alpha=0.1)
@@ -63,7 +87,7 @@ def build(config: dict[str, Any]) -> Any:
     return model
 
 
-def callbacks(directory: str) -> Any:
+def callbacks(directory: str, pause_s: float = 0.0) -> Any:
     def make() -> list[Any]:
         import keras
 
@@ -77,6 +101,7 @@ def callbacks(directory: str) -> Any:
 
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 self.batches += 1
+                time.sleep(pause_s)
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 rate = self.model.optimizer.learning_rate
@@ -112,6 +137,7 @@ class Case:
         drill: kills, or "".
         kind: of model, see `build`.
         workers: ranks of each group in turn; the last number stays.
+        pause_s: after each step, so that every save is through before the next one.
     """
 
     storage: str
@@ -121,6 +147,7 @@ class Case:
     epochs: int = 5
     per_call: int = 1
     save: SaveConfig = dataclasses.field(default_factory=lambda: SaveConfig(every_steps=3))
+    pause_s: float = 0.0
     attempt: int = 1
 
 
@@ -142,7 +169,7 @@ def train(links: Links, strategy: Any, case: Case) -> dict[str, Any]:
         global_batch_size=BATCH,
         epochs=case.epochs,
         seed=3,
-        callbacks=callbacks(outputs),
+        callbacks=callbacks(outputs, case.pause_s),
         verbose=0,
     )
     storage = resolve(case.storage)
@@ -199,6 +226,7 @@ def left_by(storage: str) -> dict[str, Any]:
         "position": manifest.position,
         "metrics": manifest.metrics,
         "tensors": tensors,
+        "ledger": store.read(step, ["ledger/seen"])["ledger/seen"].tolist(),
         "state": manifest.state,
         "files": files,
     }
