@@ -96,12 +96,6 @@ def _effective(save: SaveConfig, ray_config: CheckpointConfig | None) -> tuple[S
             "both SaveConfig (keep_last, keep_best, keep_every) and RunConfig(checkpoint_config="
             "...) say which checkpoints to keep. Leave one of the two out."
         )
-    for name in ("checkpoint_frequency", "checkpoint_at_end"):
-        if getattr(ray_config, name, None):
-            raise ConfigError(
-                f"CheckpointConfig({name}=...) has no effect in Ray Train 2. When to save is said "
-                "by save=raytf.SaveConfig(...)."
-            )
     number = ray_config.num_to_keep
     if ray_config.checkpoint_score_attribute is None or number is None:
         return dataclasses.replace(save, keep_last=number), 1

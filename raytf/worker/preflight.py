@@ -33,11 +33,8 @@ def check_store(storage: Storage, links: Links) -> None:
         names = {rank: w["name"] for rank, w in enumerate(written) if w["trouble"] is None}
         trouble = _read_all(storage, names)
     troubles = links.share("preflight/read", trouble)
-    if links.is_chief:
-        try:
-            storage.join(".preflight").remove()
-        except OSError as error:
-            troubles[0] = troubles[0] or f"cannot delete: {error}"
+    cleared = _try(storage.join(".preflight").remove, "delete") if links.is_chief else None
+    troubles[0] = troubles[0] or links.share("preflight/cleared", cleared)[0]
     bad = {rank: text for rank, text in enumerate(troubles) if text is not None}
     if bad:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())

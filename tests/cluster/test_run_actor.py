@@ -146,3 +146,91 @@ def test_results_come_per_rank_in_order() -> None:
 
 def test_names_are_unique() -> None:
     assert new_run_actor_name("mnist") != new_run_actor_name("mnist")
+
+
+def shared(answers: list[dict[str, Any]]) -> list[Any]:
+    assert {a["kind"] for a in answers} == {"ready"}
+    assert {a["error"] for a in answers} == {None}
+    return [a["values"] for a in answers]
+
+
+def test_share_gives_every_rank_all_values_by_rank() -> None:
+    async def flow() -> None:
+        actor = make(3)
+        await actor.begin("g")
+        late = asyncio.ensure_future(actor.share(2, "g", "k", "c"))
+        await asyncio.sleep(0)
+        assert not late.done()
+        rest = [actor.share(r, "g", "k", v) for r, v in ((1, None), (0, "a"))]
+        assert shared([*await asyncio.gather(*rest), await late]) == [["a", None, "c"]] * 3
+        assert actor._shared == {}  # nothing of a complete exchange stays
+
+    run(flow())
+
+
+def test_exchanges_do_not_mix() -> None:
+    async def flow() -> None:
+        actor = make()
+        await actor.begin("g")
+        calls = [actor.share(r, "g", key, (key, r)) for key in "ab" for r in range(2)]
+        got = shared(await asyncio.gather(*calls))
+        assert got == [[(key, 0), (key, 1)] for key in "ab" for _ in range(2)]
+
+    run(flow())
+
+
+def test_post_does_not_wait_and_counts() -> None:
+    async def flow() -> None:
+        actor = make()
+        await actor.begin("g")
+        answer = await actor.share(1, "g", "k", "posted", wait=False)
+        assert answer["values"] is None
+        assert answer["error"] is None
+        assert shared([await actor.share(0, "g", "k", "mine")]) == [["mine", "posted"]]
+        assert (await actor.share(1, "g", "last", "mine", wait=False))["error"] is None
+        await actor.share(0, "g", "last", "posted", wait=False)  # nobody waits for it
+        assert actor._shared == {}
+
+    run(flow())
+
+
+def test_a_failed_rank_ends_the_wait_of_share() -> None:
+    async def flow() -> dict[str, Any]:
+        actor = make()
+        await actor.begin("g")
+        waiting = asyncio.ensure_future(actor.share(0, "g", "k", 1))
+        await asyncio.sleep(0)
+        await actor.failed(1, "g", describe(ValueError("bad"), rank=1))
+        return await waiting
+
+    answer = run(flow())
+    assert answer["values"] is None
+    assert "rank 1 failed first: ValueError: bad" in answer["error"]["message"]
+
+
+def test_a_replaced_group_learns_it_and_leaves_no_values() -> None:
+    async def flow() -> None:
+        actor = make()
+        await actor.begin("g")
+        waiting = asyncio.ensure_future(actor.share(0, "g", "k", "old"))
+        await asyncio.sleep(0)
+        await actor.begin("h")
+        answer = await waiting
+        assert (answer["kind"], answer["values"]) == ("again", None)
+        late = await actor.share(1, "g", "k", "older")
+        assert (late["kind"], late["values"]) == ("again", None)
+        new = [actor.share(r, "h", "k", f"new{r}") for r in range(2)]
+        assert shared(await asyncio.gather(*new)) == [["new0", "new1"]] * 2
+
+    run(flow())
+
+
+def test_the_first_word_of_a_group_begins_it() -> None:
+    """In somebody's own loop nobody calls `begin`: a rank's first `share` does."""
+
+    async def flow() -> None:
+        actor = make()
+        calls = [actor.share(r, "g", "k", r) for r in range(2)]
+        assert shared(await asyncio.gather(*calls)) == [[0, 1]] * 2
+
+    run(flow())
