@@ -7,6 +7,7 @@ Joins `restoring` (what to go on from), `state` (what a rank is), `saving` and `
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import platform
 import threading
@@ -95,7 +96,10 @@ class Attempt:
         self._restored = restored
         if restored is None:
             return
-        variables.assign(restored.arrays)
+        then, now = restored.manifest.world_size, self._links.num_workers
+        arrays = variables.for_ranks(restored.arrays, then, now)
+        self._restored = restored = dataclasses.replace(restored, arrays=arrays)
+        variables.assign(arrays)
         self._settle_rate(restored, model, engine)
         manifest = restored.manifest
         place = Place.of(manifest.position, manifest.state["loop"])

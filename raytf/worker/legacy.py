@@ -44,6 +44,9 @@ class LegacyEngine:
         import tf_keras
 
         self.keras = tf_keras
+        # Dropout and its kind then draw from a variable, which a checkpoint can hold; from the
+        # kernels of TensorFlow's random operations a state cannot be had.
+        tf_keras.backend.experimental.enable_tf_random_generator()
 
     def build(self, spec: TrainSpec, links: Links, strategy: Any, element_spec: Any) -> Any:
         """The model in the strategy's scope, after its signature was compared."""
@@ -116,7 +119,20 @@ class LegacyEngine:
                 name = f"{base}#{number}"
             mine = self._strategy.experimental_local_results(variable)[0]
             alone = variable.synchronization == tf.VariableSynchronization.ON_READ
-            found[name] = Cell(name, mine, stable=id(variable) in frozen, alone=alone)
+            is_sum = variable.aggregation == tf.VariableAggregation.SUM
+            found[name] = Cell(
+                name,
+                mine,
+                stable=id(variable) in frozen,
+                alone=alone,
+                merge="sum" if is_sum else "mean",
+            )
+        for layer in model._flatten_layers():
+            source = getattr(getattr(layer, "_random_generator", None), "_generator", None)
+            if source is not None:
+                name = f"{layer.name}/random_generator"
+                mine = self._strategy.experimental_local_results(source.state)[0]
+                found[name] = Cell(name, mine, alone=True)
         return list(found.values())
 
     def described(self, model: Any) -> dict[str, Any]:

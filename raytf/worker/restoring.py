@@ -19,7 +19,7 @@ from raytf.checkpoint.manifest import Manifest, Part
 from raytf.checkpoint.store import CheckpointStore, Problem
 from raytf.errors import CheckpointDamagedError, ConfigError, NotFoundError
 from raytf.worker.links import Links, RunPlace
-from raytf.worker.state import array_of, difference
+from raytf.worker.state import array_of, base_name, difference
 
 __all__ = ["Restored", "Restorer"]
 
@@ -187,7 +187,7 @@ class Restorer:
                 old=then,
                 new=optimizer,
             )
-        lines = difference(here, _comparable(manifest, self._links.rank))
+        lines = difference(here, _comparable(manifest))
         if lines:
             more = len(lines) - _MAX_LINES
             shown = [*lines[:_MAX_LINES], f"and {more} more"] if more > 0 else lines
@@ -208,7 +208,7 @@ class Restorer:
     ) -> tuple[dict[str, np.ndarray], str | None]:
         """All tensors, or what is wrong with them."""
         strict = found.is_own or self._place.origin is None or self._place.origin.strict
-        wanted = [t for t in manifest.tensors if strict or _fits(here.get(t.name), t)]
+        wanted = [t for t in manifest.tensors if strict or _fits(here.get(base_name(t.name)[0]), t)]
         parts = [part for tensor in wanted for part in tensor.parts]
         # On a local file system every rank reads all; over a network each reads its share, and the
         # ranks hand it to each other.
@@ -237,15 +237,14 @@ def _fits(mine: TensorInfo | None, tensor: Any) -> bool:
     return mine is not None and (mine.shape, mine.dtype) == (tuple(tensor.shape), tensor.dtype)
 
 
-def _comparable(manifest: Manifest, rank: int) -> dict[str, Any]:
-    """The checkpoint's variables: without callbacks' arrays and other ranks' own."""
-
-    def is_mine(name: str) -> bool:
-        base, at, owner = name.rpartition("@")
-        return not at or not owner.isdigit() or not base or int(owner) == rank
-
-    names = {t.name: t for t in manifest.tensors if not t.name.startswith("callback/")}
-    return {name: tensor for name, tensor in names.items() if is_mine(name)}
+def _comparable(manifest: Manifest) -> dict[str, Any]:
+    """The checkpoint's variables: no arrays of callbacks; of what each rank has, rank 0's."""
+    found: dict[str, Any] = {}
+    for tensor in manifest.tensors:
+        name, rank = base_name(tensor.name)
+        if not name.startswith("callback/") and not rank:
+            found[name] = tensor
+    return found
 
 
 def _way_out(is_own: bool) -> str:

@@ -10,7 +10,7 @@ import base64
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,15 @@ from raytf.errors import ConfigError
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.random_state import random_state, set_random_state
 
-__all__ = ["Cell", "RankState", "Variables", "array_of", "code_of", "difference"]
+__all__ = [
+    "Cell",
+    "RankState",
+    "Variables",
+    "array_of",
+    "base_name",
+    "code_of",
+    "difference",
+]
 
 _CODES = {
     "bool": "BOOL",
@@ -73,13 +81,17 @@ class Cell:
         name: in the checkpoint.
         variable: this rank's own `tf.Variable`.
         stable: expected not to change (frozen weights).
-        alone: each rank has another value (tf_keras's metrics).
+        alone: each rank has a value of its own (tf_keras's metrics).
+        merge: what such values become for another number of ranks: "sum": rank 0 has the sum, the
+            others zero; "mean": all have the mean; "own": a rank takes that of its number, a new
+            one a variation of an old one's (random generators).
     """
 
     name: str
     variable: Any
     stable: bool = False
     alone: bool = False
+    merge: Literal["sum", "mean", "own"] = "own"
 
     def info(self, name: str) -> TensorInfo:
         shape = tuple(self.variable.shape)
@@ -101,11 +113,25 @@ class Variables:
     """
 
     def __init__(self, cells: Sequence[Cell], rank: int) -> None:
-        self.cells = {f"{c.name}@{rank}" if c.alone else c.name: c for c in cells}
+        self._rank = rank
+        self.cells = {_of_rank(c.name, rank) if c.alone else c.name: c for c in cells}
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """What they are."""
-        return {name: cell.info(name) for name, cell in self.cells.items()}
+        """What they are; those of one rank alone without its number."""
+        return {cell.name: cell.info(cell.name) for cell in self.cells.values()}
+
+    def for_ranks(
+        self, arrays: dict[str, np.ndarray], then: int, now: int
+    ) -> dict[str, np.ndarray]:
+        """The arrays of a state of `then` ranks for this one of `now` ranks; see `Cell.merge`."""
+        if then == now:
+            return arrays
+        mine: dict[str, np.ndarray] = {}
+        for name, cell in self.cells.items():
+            if cell.alone:
+                old = [arrays[_of_rank(cell.name, rank)] for rank in range(then)]
+                mine[name] = _merged(old, cell.merge, self._rank)
+        return {**arrays, **mine}
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Sets every variable that `arrays` names."""
@@ -184,6 +210,28 @@ class RankState:
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, _unpacked(keys), *rest))
         set_random_state(state["tensorflow"])
+
+
+def base_name(name: str) -> tuple[str, int | None]:
+    """The name of a tensor without the number of the rank that alone has it, and that number."""
+    base, at, rank = name.rpartition("@")
+    return (base, int(rank)) if at and base and rank.isdigit() else (name, None)
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}@{rank}"
+
+
+def _merged(old: list[np.ndarray], merge: str, rank: int) -> np.ndarray:
+    if merge == "sum":
+        return np.sum(old, axis=0, dtype=old[0].dtype) if rank == 0 else np.zeros_like(old[0])
+    if merge == "mean":
+        return np.mean(old, axis=0).astype(old[0].dtype)
+    if rank < len(old):
+        return old[rank]
+    varied = old[rank % len(old)].copy()
+    varied.reshape(-1)[-1] ^= rank * 0x9E3779B9  # of a Philox generator's state the key
+    return varied
 
 
 def _of_array(name: str, array: np.ndarray) -> _Source:

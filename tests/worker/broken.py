@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
+import json
 import os
 import time
 from typing import Any
@@ -38,6 +40,8 @@ def build(config: dict[str, Any]) -> Any:
     """A model with every kind of state: dropout, moving statistics, sparse gradients, a schedule or
     a settable rate, loss scaling, averaged weights, frozen weights.
     """
+    if config.get("kind") == "legacy":
+        return build_legacy()
     import keras
 
     class Ledger(keras.layers.Layer):
@@ -87,9 +91,28 @@ def build(config: dict[str, Any]) -> Any:
     return model
 
 
-def callbacks(directory: str, pause_s: float = 0.0) -> Any:
+def build_legacy() -> Any:
+    """The same kinds of state in tf_keras."""
+    import tf_keras
+
+    layers = tf_keras.layers
+    model = tf_keras.Sequential(
+        [
+            layers.Input((9,)),
+            layers.Dense(16, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            layers.Dense(3),
+        ]
+    )
+    loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss=loss, metrics=["accuracy"])
+    return model
+
+
+def callbacks(directory: str, pause_s: float = 0.0, legacy: bool = False) -> Any:
     def make() -> list[Any]:
-        import keras
+        keras: Any = importlib.import_module("tf_keras" if legacy else "keras")
 
         class Counter(keras.callbacks.Callback):
             """An own callback that keeps state in plain attributes."""
@@ -105,7 +128,7 @@ def callbacks(directory: str, pause_s: float = 0.0) -> Any:
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 rate = self.model.optimizer.learning_rate
-                self.seen[epoch] = [float(keras.ops.convert_to_numpy(rate)), logs["loss"]]
+                self.seen[epoch] = [float(np.asarray(rate)), logs["loss"]]
                 logs["batches"] = self.batches
 
         return [
@@ -169,7 +192,8 @@ def train(links: Links, strategy: Any, case: Case) -> dict[str, Any]:
         global_batch_size=BATCH,
         epochs=case.epochs,
         seed=3,
-        callbacks=callbacks(outputs, case.pause_s),
+        callbacks=callbacks(outputs, case.pause_s, case.kind == "legacy"),
+        legacy_keras=case.kind == "legacy",
         verbose=0,
     )
     storage = resolve(case.storage)
@@ -205,6 +229,12 @@ def run(case: Case, max_starts: int = 40) -> dict[str, Any]:
         return {"starts": starts, "result": results[0], **left_by(case.storage)}
 
 
+def ledger(store: CheckpointStore, step: int) -> list[float]:
+    """How often each row has been trained on; empty for a model that does not count."""
+    names = [t.name for t in store.manifest(step).tensors if t.name == "ledger/seen"]
+    return store.read(step, names)["ledger/seen"].tolist() if names else []
+
+
 def left_by(storage: str) -> dict[str, Any]:
     """Everything that a run leaves, as digests and plain data."""
     store = CheckpointStore(storage)
@@ -226,7 +256,8 @@ def left_by(storage: str) -> dict[str, Any]:
         "position": manifest.position,
         "metrics": manifest.metrics,
         "tensors": tensors,
-        "ledger": store.read(step, ["ledger/seen"])["ledger/seen"].tolist(),
-        "state": manifest.state,
+        "ledger": ledger(store, step),
+        # tf_keras's ModelCheckpoint remembers its path
+        "state": json.loads(json.dumps(manifest.state).replace(storage, "")),
         "files": files,
     }
