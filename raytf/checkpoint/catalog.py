@@ -11,7 +11,7 @@ import json
 import logging
 import posixpath
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from raytf.checkpoint.files import Files
@@ -123,8 +123,12 @@ class Catalog:
             steps[0] = step
         self._files.write_small_atomic(RECENT, json.dumps({"steps": steps}).encode())
 
-    def survey(self) -> Survey:
-        """Everything that is there. Manifests that were read before are not read again.
+    def survey(self, tensors: bool = False) -> Survey:
+        """Everything that is there.
+
+        Args:
+            tensors: whether manifests name their tensors. Without them they are remembered, and
+                one that was read before is not read again.
 
         Raises:
             StorageError: the store cannot be listed, or a manifest not be read.
@@ -136,7 +140,7 @@ class Catalog:
             if size is not None:
                 survey.files[path] = size
         paths = [path for path in survey.files if _is_manifest(path)]
-        found = self._files.map(lambda path: self._known(path, survey.files[path]), paths)
+        found = self._files.map(lambda p: self._known(p, survey.files[p], tensors), paths)
         for path, (there, manifest) in zip(paths, found, strict=True):
             if there:
                 survey.manifests[path] = manifest
@@ -169,9 +173,9 @@ class Catalog:
                 return path, False
             number += 1
 
-    def _known(self, path: str, nbytes: int) -> tuple[bool, Manifest | None]:
+    def _known(self, path: str, nbytes: int, tensors: bool) -> tuple[bool, Manifest | None]:
         cached = self._cache.get(path)
-        if cached is not None and cached[0] == nbytes:
+        if cached is not None and cached[0] == nbytes and not tensors:
             return True, cached[1]
         try:
             data = self._files.read(path)
@@ -182,7 +186,9 @@ class Catalog:
         except CheckpointDamagedError as error:
             _log.debug("%s", error)
             return True, None
-        self._cache[path] = (nbytes, manifest)
+        if not tensors:  # thousands of tensors in hundreds of checkpoints would fill the memory
+            manifest = replace(manifest, tensors=())
+            self._cache[path] = (nbytes, manifest)
         return True, manifest
 
     def _candidates(self) -> set[int]:

@@ -162,6 +162,13 @@ class Files:
         self.write(temporary, [memoryview(data)])
         try:
             self.rename(temporary, path)
+        except FileNotFoundError as error:
+            full = self.absolute(path)
+            raise StorageError(
+                f"Cannot write {full}: its temporary file has vanished. Another attempt of this "
+                "run is probably tidying up.",
+                path=full,
+            ) from error
         except Exception:
             self._discard(temporary)
             raise
@@ -319,12 +326,20 @@ class Files:
             except FileNotFoundError as error:
                 if self._is_object_store:  # no directories there: the bucket is missing
                     raise StorageError(f"Cannot write {full}: {error}.", path=full) from error
-                parent = posixpath.dirname(full)
-                if self._is_local:
-                    _make_directories(parent)
-                else:
-                    fs.makedirs(parent, exist_ok=True)
+                once_more(fs, full)
+
+        def once_more(fs: Any, full: str) -> None:
+            parent = posixpath.dirname(full)
+            if self._is_local:
+                _make_directories(parent)
+            else:
+                fs.makedirs(parent, exist_ok=True)
+            try:
                 write(fs, full)
+            except FileNotFoundError as error:
+                raise StorageError(
+                    f"Cannot write {full}: its directory is deleted meanwhile.", path=full
+                ) from error
 
         try:
             self._call("write", path, attempt)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from raytf.checkpoint.catalog import Catalog, Survey, is_bad_manifest, manifest_path
 from raytf.checkpoint.files import TEMPORARY, Files
-from raytf.checkpoint.manifest import Manifest, parse_step, step_name
+from raytf.checkpoint.manifest import parse_step, step_name
 from raytf.checkpoint.retention import Record, Rule, to_delete
 from raytf.errors import ConfigError, NotFoundError, StorageError
 
@@ -35,13 +35,13 @@ def shard_name(attempt: int, generation: int, rank: int, world: int, index: int)
 
 
 class Pruner:
-    """Deletes. `verify` tells whether every byte of a checkpoint is good."""
+    """Deletes. `verify` tells whether every byte of a step is good."""
 
     def __init__(
         self,
         files: Files,
         catalog: Catalog,
-        verify: Callable[[Manifest], bool],
+        verify: Callable[[int], bool],
         clock: Callable[[], float],
     ) -> None:
         self._files = files
@@ -71,7 +71,9 @@ class Pruner:
             return []
         survey = self._catalog.survey()
         self._finish(survey, may_delete)
-        newest = self._newest_sound(survey) if self._candidates(survey, rule, False) else None
+        if not self._candidates(survey, rule, False) and not _quarantined(survey):
+            return []
+        newest = self._newest_sound(survey)
         if newest is None:
             return []
         deleted: list[int] = []
@@ -165,7 +167,7 @@ class Pruner:
                 manifest.shards,
             )
             whole = sizes == [shard.nbytes for shard in manifest.shards]
-            if whole and (step in self._sound or self._verify(manifest)):
+            if whole and (step in self._sound or self._verify(step)):
                 self._sound.add(step)
                 return step
             _log.warning("Step %d is damaged: nothing older than it is deleted for it.", step)
@@ -208,10 +210,9 @@ class Pruner:
         self, survey: Survey, rule: Rule, newest: int, may_delete: Callable[[], None]
     ) -> None:
         """Quarantined steps go once as many newer good ones are kept as the rule wants."""
-        committed = survey.committed
-        steps = {parse_step(posixpath.dirname(path)) for path in survey.manifests}
-        for step in sorted(s for s in steps if s is not None and s not in committed and s < newest):
-            if sum(kept > step for kept in committed) < (rule.keep_last or 1):
+        for step in _quarantined(survey):
+            newer = sum(kept > step for kept in survey.committed)
+            if step > newest or newer < (rule.keep_last or 1):
                 continue
             may_delete()
             try:
@@ -240,6 +241,12 @@ class Pruner:
             self._files.delete_directory(directory)
         except StorageError as error:
             _log.warning("An empty directory stays for now: %s", error)
+
+
+def _quarantined(survey: Survey) -> list[int]:
+    """Steps that have only quarantined manifests."""
+    steps = {parse_step(posixpath.dirname(path)) for path in survey.manifests}
+    return sorted(step for step in steps - set(survey.committed) if step is not None)
 
 
 def _name(path: str) -> str:

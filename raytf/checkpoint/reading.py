@@ -157,7 +157,7 @@ class Reader:
         """Every other place that is said to hold the same bytes."""
         found = {
             (other.shard, other.offset): other
-            for manifest in self._catalog.survey().manifests.values()
+            for manifest in self._catalog.survey(tensors=True).manifests.values()
             if manifest is not None
             for tensor in manifest.tensors
             for other in tensor.parts

@@ -94,9 +94,7 @@ class CheckpointStore:
         self._clock = clock
         self._catalog = Catalog(self.files)
         self._reader = Reader(self.files, self._catalog)
-        self._pruner = Pruner(
-            self.files, self._catalog, lambda manifest: not self._reader.verify(manifest), clock
-        )
+        self._pruner = Pruner(self.files, self._catalog, lambda step: not self.verify(step), clock)
 
     def __repr__(self) -> str:
         return f"CheckpointStore({self.url!r})"
@@ -329,7 +327,11 @@ class CheckpointStore:
         if there:  # an earlier call was cut off between copy and deletion
             self.files.delete(path)
         else:
-            self.files.rename(path, target)
+            try:
+                self.files.rename(path, target)
+            except FileNotFoundError:
+                _log.debug("Step %d was quarantined or deleted by another process.", step)
+                return
         self._catalog.forget(path)
         self._pruner.distrust(step)
         _log.warning(

@@ -107,7 +107,7 @@ def each_operation(
         with place.faulty(faults) as store:
             try:
                 result = act(store)
-            except (RaytfError, FileNotFoundError, Killed) as error:
+            except (RaytfError, Killed) as error:
                 failed = error
         if kind in KILLS and faults.struck:
             assert isinstance(failed, Killed), f"survived its death at {at}: {faults.done[-1]}"
@@ -193,7 +193,7 @@ def test_retain(place: Place, kind: str) -> None:
     assert each_operation(place, kind, act, check) > 10
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KILLS, "503 for good"])
 def test_delete_by_hand(place: Place, kind: str) -> None:
     known = save(place.store(), state(10), 10)
     save(place.store(), state(20), 20, known=known)
@@ -241,7 +241,7 @@ def spoil(place: Place, manifest: Manifest) -> None:
         file.write(data)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KILLS, "503 for good", "ENOSPC"])
 def test_quarantine(place: Place, kind: str) -> None:
     save(place.store(), state(10), 10)
     spoil(place, save(place.store(), state(20), 20))
@@ -261,7 +261,7 @@ def test_quarantine(place: Place, kind: str) -> None:
     each_operation(place, kind, lambda store: store.quarantine(20, 1), check)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KILLS, "503", "503 after", "ENOSPC"])
 def test_commit_over_a_damaged_step(place: Place, kind: str) -> None:
     save(place.store(), state(10), 10)
     spoil(place, save(place.store(), state(20), 20))

@@ -270,6 +270,24 @@ def test_replacing_is_atomic_and_clean(tmp_path: Path, monkeypatch: pytest.Monke
     assert files.read("m") == b"new"
 
 
+def test_files_that_vanish_during_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another attempt tidies up: trouble of the store, never a bare `FileNotFoundError`."""
+    files = local(tmp_path)
+    real = os.replace
+
+    def swept(source: str, target: str) -> None:
+        os.remove(source)
+        real(source, target)
+
+    monkeypatch.setattr(module.os, "replace", swept)
+    with pytest.raises(StorageError, match="vanished"):
+        files.write_small_atomic("a/m", b"1")
+    monkeypatch.setattr(module.os, "makedirs", lambda path, exist_ok: None)
+    monkeypatch.setattr(module, "_sync_directory", lambda path: None)
+    with pytest.raises(StorageError, match="directory is deleted"):
+        files.write("b/x", [memoryview(b"1")])
+
+
 def test_a_write_that_failed_leaves_nothing(tmp_path: Path) -> None:
     files = local(tmp_path)
     files.write("d/ok", [memoryview(b"1")])

@@ -184,6 +184,9 @@ def test_a_bad_transfer_is_read_again(
 
     monkeypatch.setattr(store.files, "read_range", once_bad)
     problems: list[Any] = []
+    part = store.manifest(10).tensors[0].parts[0]
+    assert store.read_part(part, problems) == state(1)["dense/kernel"].tobytes()
+    calls.clear()
     assert same(store.read(10, problems=problems), state(1))
     assert problems == []
     assert len(calls) > 1
@@ -349,6 +352,14 @@ def test_quarantined_steps_go_in_time(store: CheckpointStore) -> None:
     assert Path(store.path(20)).exists(), "only one newer good one is kept"
     save(store, state(40), 40)
     assert store.retain(Rule(keep_last=2), nothing) == [10]
+    assert not Path(store.path(20)).exists()
+
+
+def test_a_quarantined_step_goes_even_if_nothing_else_does(store: CheckpointStore) -> None:
+    spoil(store, save(store, state(20), 20))
+    store.quarantine(20, 1)
+    save(store, state(30), 30)
+    assert store.retain(Rule(keep_last=1), nothing) == []
     assert not Path(store.path(20)).exists()
 
 

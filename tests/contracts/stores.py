@@ -26,7 +26,7 @@ class Backend:
     Attributes:
         url: of a run's directory, or a path on `filesystem`.
         filesystem: to be given explicitly; None: `url` says all.
-        fsspec: the same place, for tests that look underneath.
+        fsspec: the same place, as another process sees it.
         path: of the run's directory on it.
     """
 
@@ -76,7 +76,8 @@ def memory(tmp_path: Path, options: Callable[[], dict[str, Any]]) -> Backend:
 def s3(tmp_path: Path, options: Callable[[], dict[str, Any]]) -> Backend:
     fs = fsspec.filesystem("s3", **options())
     path = f"{BUCKET}/{uuid.uuid4().hex}/{ODD}/mnist"
-    return Backend(path, fs, fs, path)
+    another = fsspec.filesystem("s3", skip_instance_cache=True, **options())
+    return Backend(path, fs, another, path)
 
 
 def arrow_local(tmp_path: Path, options: Callable[[], dict[str, Any]]) -> Backend:

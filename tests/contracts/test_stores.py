@@ -49,6 +49,8 @@ def put(backend: Backend, path: str, data: bytes | None) -> None:
     if data is None:
         backend.fsspec.rm_file(full)
     else:
+        if "file" in backend.fsspec.protocol:
+            backend.fsspec.makedirs(full.rpartition("/")[0], exist_ok=True)
         backend.fsspec.pipe_file(full, data)
 
 
@@ -294,6 +296,25 @@ def test_a_large_shard(store: CheckpointStore) -> None:
     assert written.shards[0].nbytes > 130 << 20
     assert store.verify(10) == []
     assert store.read(10)["w"].tobytes() == rows.tobytes()
+
+
+def test_what_other_processes_do_is_seen(backend: Backend, store: CheckpointStore) -> None:
+    """Filesystems remember listings; the store must not believe them."""
+    written = save(store, state(1), 10)
+    path = written.shards[0].path
+    data = store.files.read(path)
+    assert store.files.list("step-0000000010")
+    assert store.files.size(path) == len(data)
+    put(backend, path, None)
+    assert store.files.size(path) is None
+    assert path not in store.files.tree()
+    put(backend, path, data + b"x")
+    assert store.files.size(path) == len(data) + 1
+    assert store.files.tree()[path] == len(data) + 1
+    put(backend, "step-0000000020/manifest.json", b"{}")
+    assert store.steps() == [10, 20]
+    put(backend, "step-0000000010/manifest.json", None)
+    assert store.steps() == [20]
 
 
 def test_manifest_fields_survive(backend: Backend, store: CheckpointStore) -> None:
