@@ -28,6 +28,7 @@ from raytf.faults.drill import Injector
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.callbacks import Agreement
 from raytf.worker.engine import Engine
+from raytf.worker.foreign import load_foreign
 from raytf.worker.links import Links, RunPlace
 from raytf.worker.preflight import check_space, check_store
 from raytf.worker.restoring import Restored, Restorer
@@ -93,8 +94,9 @@ class Attempt:
         restored = self._restorer.load(
             variables.tensors(), type(model.optimizer).__name__, agreement.exchange
         )
-        self._restored = restored
         if restored is None:
+            self._restored = None
+            self._take_foreign(model, engine)
             return
         then, now = restored.manifest.world_size, self._links.num_workers
         arrays = variables.for_ranks(restored.arrays, then, now)
@@ -119,6 +121,13 @@ class Attempt:
             f"(epoch {self.start.epoch + 1}, step {self.start.step} of it) from "
             f"{restored.store.step_url(manifest.step)}"
         )
+
+    def _take_foreign(self, model: Any, engine: Engine) -> None:
+        """Weights, and perhaps an optimizer, from a file that is no raytf checkpoint."""
+        origin = self._place.origin
+        if origin is not None and origin.kind != "step":
+            for text in load_foreign(origin, model, self._spec, engine.keras):
+                self._say(text)
 
     def _settle_rate(self, restored: Restored, model: Any, engine: Engine) -> None:
         """Which learning rate counts: the state's, unless a *new* run's build_model says another

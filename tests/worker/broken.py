@@ -21,7 +21,7 @@ from raytf.checkpoint.store import CheckpointStore
 from raytf.config import SaveConfig, TrainSpec
 from raytf.data import ArraySource
 from raytf.faults.drill import parse_drill
-from raytf.worker.links import Job, Links, RunPlace
+from raytf.worker.links import Job, Links, Origin, RunPlace
 from tests.worker.group import GroupFailed, run_group
 
 ROWS = 100
@@ -69,7 +69,7 @@ def build(config: dict[str, Any]) -> Any:
     features = keras.Input((9,), dtype="float32")
     inputs = Ledger(name="ledger", autocast=False)(features)
     frozen = keras.layers.Dense(16, name="frozen", trainable=False)
-    x = keras.layers.Dense(16, activation="relu")(frozen(inputs))
+    x = keras.layers.Dense(config["units"], activation="relu")(frozen(inputs))
     x = keras.layers.BatchNormalization()(x)
     x = keras.layers.Dropout(0.3)(x)
     ids = keras.layers.Lambda(lambda t: keras.ops.cast(keras.ops.abs(t) * 4, "int32") % 11)(inputs)
@@ -77,7 +77,7 @@ def build(config: dict[str, Any]) -> Any:
     x = keras.layers.Concatenate()([x, embedded])
     outputs = keras.layers.Dense(3, dtype="float32")(x)
     model = keras.Model(features, outputs)
-    optimizer: Any = keras.optimizers.Adam(1e-2, use_ema=kind == "ema", ema_momentum=0.9)
+    optimizer: Any = keras.optimizers.Adam(config["rate"], use_ema=kind == "ema", ema_momentum=0.9)
     if kind == "schedule":
         schedule = keras.optimizers.schedules.CosineDecay(1e-2, 30, warmup_steps=5, alpha=0.1)
         optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
@@ -160,6 +160,9 @@ class Case:
         drill: kills, or "".
         kind: of model, see `build`.
         workers: ranks of each group in turn; the last number stays.
+        origin: what a new run starts from.
+        rate: learning rate as compiled; `units`: of a layer.
+        fingerprint: of the run's data and settings.
         pause_s: after each step, so that every save is through before the next one.
     """
 
@@ -172,6 +175,10 @@ class Case:
     save: SaveConfig = dataclasses.field(default_factory=lambda: SaveConfig(every_steps=3))
     pause_s: float = 0.0
     attempt: int = 1
+    origin: Origin | None = None
+    rate: float = 1e-2
+    units: int = 16
+    fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def train(links: Links, strategy: Any, case: Case) -> dict[str, Any]:
@@ -186,7 +193,12 @@ def train(links: Links, strategy: Any, case: Case) -> dict[str, Any]:
         os.environ["RAYTF_TEST_SCHEDULE"] = "1"
     spec = TrainSpec(
         build_model=build,
-        config={"kind": case.kind, "per_call": case.per_call},
+        config={
+            "kind": case.kind,
+            "per_call": case.per_call,
+            "rate": case.rate,
+            "units": case.units,
+        },
         train_data=ArraySource(x, y),
         validation_data=ArraySource(vx, vy),
         global_batch_size=BATCH,
@@ -203,11 +215,16 @@ def train(links: Links, strategy: Any, case: Case) -> dict[str, Any]:
         attempt=case.attempt,
         owner="o",
         save=case.save,
-        fingerprint={},
+        fingerprint=case.fingerprint,
+        origin=case.origin,
         kills=parse_drill(case.drill) if case.drill else (),
     )
     job = Job(spec=spec, output=(storage.fs, storage.join("final").path), place=place)
-    return session.run(job, links)
+    said: list[str] = []
+    links = dataclasses.replace(
+        links, progress=lambda r: said.append(r["text"]) if r["kind"] == "message" else None
+    )
+    return {**session.run(job, links), "said": said}
 
 
 def run(case: Case, max_starts: int = 40) -> dict[str, Any]:
@@ -226,7 +243,8 @@ def run(case: Case, max_starts: int = 40) -> dict[str, Any]:
             if starts >= max_starts or not any(text in str(error) for text in echo):
                 raise
             continue
-        return {"starts": starts, "result": results[0], **left_by(case.storage)}
+        said = results[0].pop("said")
+        return {"starts": starts, "said": said, "result": results[0], **left_by(case.storage)}
 
 
 def ledger(store: CheckpointStore, step: int) -> list[float]:
