@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from raytf.checkpoint.store import CheckpointStore
+from tests.checkpoint.states import save
 
 PACKAGE = Path(__file__).parents[1] / "raytf"
 
@@ -78,6 +82,16 @@ LOWER = sorted(
 def test_the_lower_floors_load_neither_tensorflow_nor_ray(name: str) -> None:
     _, loaded = probe(f"import raytf.{name}")
     assert not loaded.intersection(("tensorflow", "keras", "tf_keras", "ray"))
+
+
+def test_the_checkpoints_verbs_load_neither_tensorflow_nor_ray(tmp_path: Path) -> None:
+    save(CheckpointStore(tmp_path), {"w": np.zeros(3, np.float32)}, 1)
+    for verb in (f"list {tmp_path}", f"verify {tmp_path}", f"pin {tmp_path} --step 1"):
+        arguments = ["checkpoints", *verb.split(), "--json"]
+        code = f"from raytf.cli import main\nmain({arguments!r}, standalone_mode=False)"
+        _, loaded = probe(code)
+        assert "raytf.checkpoint.store" in loaded
+        assert not loaded.intersection(HEAVY)
 
 
 def test_the_trainer_loads_no_tensorflow() -> None:
