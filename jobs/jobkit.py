@@ -44,7 +44,9 @@ def parser(doc: str, epochs: int, global_batch_size: int) -> argparse.ArgumentPa
     flags.add_argument(
         "--max-failures", type=int, default=3, metavar="N", help="retries of a failed run"
     )
-    flags.add_argument("--save-every-steps", type=int, metavar="N", help="write checkpoints")
+    flags.add_argument(
+        "--save-every-steps", type=int, default=100, metavar="N", help="steps between checkpoints"
+    )
     flags.add_argument(
         "--recovery", choices=("auto", "survivor", "restart", "off"), help="after a failure"
     )
@@ -56,9 +58,7 @@ def parser(doc: str, epochs: int, global_batch_size: int) -> argparse.ArgumentPa
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """KerasTrainer's arguments for the flags that were given; it refuses what is not built."""
-    options: dict[str, Any] = {}
-    if args.save_every_steps is not None:
-        options["save"] = raytf.SaveConfig(every_steps=args.save_every_steps)
+    options: dict[str, Any] = {"save": raytf.SaveConfig(every_steps=args.save_every_steps)}
     if args.recovery is not None or args.spares is not None:
         options["recovery"] = raytf.RecoveryConfig(
             mode=args.recovery or "auto", spares=args.spares or 0
@@ -69,7 +69,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(result: raytf.RunResult) -> dict[str, Any]:
-    """What every job's JSON line says of a run; null is what this version cannot know."""
+    """What every job's JSON line says of a run."""
     restarts = result.generations - 1  # in this version each starts all worker processes anew
     return {
         "run": result.url,
@@ -79,8 +79,8 @@ def summary(result: raytf.RunResult) -> dict[str, Any]:
         "restarts": restarts,
         "generations": result.generations,
         "process_restarts": restarts,
-        "lost_steps": None if restarts else 0,
-        "replayed_steps": None if restarts else 0,
+        "lost_steps": result.replayed_steps,  # what a restart loses it does again
+        "replayed_steps": result.replayed_steps,
     }
 
 

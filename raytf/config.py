@@ -69,7 +69,7 @@ class SaveConfig:
     """When checkpoints are written, which are kept, and how long training goes on without any.
 
     Any of `every_steps`, `every_s`, `every_epochs` may be combined; what is due first saves. With
-    none of them `cadence` is "auto". A run also saves at its end, and at the end of each epoch in
+    none of them it is as if `cadence` were "auto". A run also saves at its end, and at the end of each epoch in
     which `keep_best` has a value. What is due at an epoch's last step waits for the end of that
     epoch, so that its metrics and callbacks are in it.
 
@@ -78,7 +78,7 @@ class SaveConfig:
         every_s: seconds between saves, by rank 0's clock.
         every_epochs: epochs between saves.
         cadence: "auto" measures what a save costs and saves as often as `max_overhead` allows, from
-            every 10 s to every 10 minutes. None: "auto" if no `every_*` is given, else "fixed".
+            every 10 s to every 10 minutes.
         max_overhead: share of wall time that cadence="auto" may spend on saving, in (0, 1).
         keep_last: newest checkpoints to keep. None: 3, unless another rule, or
             `RunConfig.checkpoint_config`, says what to keep.
@@ -94,7 +94,7 @@ class SaveConfig:
     every_steps: int | None = None
     every_s: float | None = None
     every_epochs: int | None = None
-    cadence: Literal["fixed", "auto"] | None = None
+    cadence: Literal["fixed", "auto"] = "fixed"
     max_overhead: float = 0.02
     keep_last: int | None = None
     keep_best: str | None = None
@@ -108,8 +108,7 @@ class SaveConfig:
             _check_optional_int(f"SaveConfig.{name}", getattr(self, name), 1)
         if self.every_s is not None:
             _check_seconds("SaveConfig.every_s", self.every_s)
-        if self.cadence is not None:
-            _check_choice("SaveConfig.cadence", self.cadence, ("fixed", "auto"))
+        _check_choice("SaveConfig.cadence", self.cadence, ("fixed", "auto"))
         _check_choice("SaveConfig.best_mode", self.best_mode, ("min", "max"))
         _check_seconds("SaveConfig.max_overhead", self.max_overhead)
         if self.max_overhead >= 1:
@@ -125,19 +124,12 @@ class SaveConfig:
             )
         _check_int("SaveConfig.max_stale_saves", self.max_stale_saves, 1)
         _check_seconds("SaveConfig.max_stale_s", self.max_stale_s)
-        fixed = (self.every_steps, self.every_s, self.every_epochs)
-        if self.cadence == "fixed" and all(value is None for value in fixed):
-            raise ConfigError(
-                'SaveConfig(cadence="fixed") needs every_steps, every_s or every_epochs.'
-            )
 
     @property
     def is_auto(self) -> bool:
         """Whether raytf measures how often to save."""
         fixed = (self.every_steps, self.every_s, self.every_epochs)
-        if self.cadence is None:
-            return all(value is None for value in fixed)
-        return self.cadence == "auto"
+        return self.cadence == "auto" or all(value is None for value in fixed)
 
     @property
     def says_what_to_keep(self) -> bool:

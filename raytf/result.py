@@ -43,6 +43,7 @@ class RunResult(Result):
         best_checkpoints: (checkpoint, metrics) of every step that is kept, oldest first.
         url: the run's directory.
         generations: worker groups that formed; 1 if nothing failed.
+        replayed_steps: steps that were done again after failures, as far as this driver saw them.
     """
 
     history: dict[str, list[float]] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class RunResult(Result):
     weights_sha256: str = ""
     url: str = ""
     generations: int = 0
+    replayed_steps: int = 0
     _storage: Storage | None = None
     _config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,6 +63,7 @@ class RunResult(Result):
         storage: Storage,
         config: Mapping[str, Any],
         generations: int,
+        replayed_steps: int = 0,
     ) -> RunResult:
         """Joins Ray's result of a run and what rank 0's session returned."""
         made = cls.of_finished(outcome, storage, config)
@@ -69,6 +72,7 @@ class RunResult(Result):
             error=result.error,
             metrics_dataframe=result.metrics_dataframe,
             generations=generations,
+            replayed_steps=replayed_steps,
         )
 
     @classmethod

@@ -163,7 +163,12 @@ class KerasTrainer(GroupTrainer):
             output = (self.storage.fs, self.storage.join(FINAL).path)
             run = self._shown(self, Job(spec=self.spec, output=output, place=held.place))
             return RunResult.from_run(
-                run.result, run.outcome, self.storage, self.spec.config, run.generations
+                run.result,
+                run.outcome,
+                self.storage,
+                self.spec.config,
+                run.generations,
+                run.replayed_steps,
             )
 
     def _finished(self, done: Finished) -> RunResult:

@@ -61,11 +61,12 @@ def test_no_tensorflow_in_the_driver() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"save": raytf.SaveConfig(every_steps=1)}, "save="),
+        ({"save": 3}, "save must be a raytf.SaveConfig"),
         ({"recovery": raytf.RecoveryConfig()}, "recovery="),
         ({"watch": raytf.WatchConfig()}, "watch="),
-        ({"drill": "kill rank=1 step=3"}, "drill="),
-        ({"resume_from": "s3://b/run"}, "resume_from="),
+        ({"drill": "kill rank=2 step=3"}, "rank=2 is no rank of 2 workers"),
+        ({"drill": "burn rank=1"}, "only kill is"),
+        ({"resume_from": 3}, "resume_from"),
         ({"resume_strict": False}, "resume_strict=False"),
         ({"strategy": "mirrored"}, "not built yet"),
         ({"batch_size": 3}, "unknown argument 'batch_size'.*global_batch_size"),
@@ -76,7 +77,13 @@ def test_no_tensorflow_in_the_driver() -> None:
         ({"scaling_config": ScalingConfig(num_workers=1, use_tpu=True)}, "use_tpu"),
         ({"scaling_config": 2}, "ray.train.ScalingConfig"),
         ({"run_config": {"name": "x"}}, "ray.train.RunConfig"),
-        ({"run_config": RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))}, "not built"),
+        (
+            {
+                "save": raytf.SaveConfig(keep_last=1),
+                "run_config": RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2)),
+            },
+            "say which checkpoints to keep",
+        ),
         ({"run_config": RunConfig(name="a/b")}, "one directory name"),
         ({"run_config": RunConfig(storage_path="memory://runs")}, "memory of one process"),
         ({"run_config": RunConfig(storage_path="nope://runs")}, "nope://"),

@@ -57,12 +57,14 @@ class GroupRun:
         outcome: the dict that rank 0's session returned.
         delivered: rank -> values it delivered under the key that was asked for, in order.
         generations: groups of addresses that formed; 1 when nothing failed.
+        replayed_steps: steps that were done again after failures.
     """
 
     result: Any
     outcome: dict[str, Any]
     delivered: dict[int, list[Any]] = field(default_factory=dict)
     generations: int = 0
+    replayed_steps: int = 0
 
 
 class GroupTrainer(TensorflowTrainer):
@@ -147,7 +149,8 @@ class GroupTrainer(TensorflowTrainer):
         delivered: dict[int, list[Any]] = {}
         if collect:
             delivered = cast("Any", ray.get(self._run_actor.collect.remote(collect)))
-        return GroupRun(result, result.return_value or {}, delivered, watch.generations)
+        outcome = result.return_value or {}
+        return GroupRun(result, outcome, delivered, watch.generations, watch.replayed_steps)
 
     def _recorded_errors(self) -> list[dict[str, Any]]:
         try:
@@ -184,9 +187,11 @@ class _Watch:
         self._said = False
         self._groups = 0
         self.generations = 0
+        self.replayed_steps = 0
 
     def __call__(self, answer: dict[str, Any]) -> None:
         self.generations = answer["generations"]
+        self.replayed_steps = answer["replayed_steps"]
         if answer["groups"] > max(self._groups, 1):
             why = answer["last_error"] or "a worker process died"
             _log.warning("Ray restarts the workers (start %d): %s", answer["groups"], why)

@@ -48,6 +48,8 @@ class RunActor:
         self._cursor = 0
         self._results: dict[str, dict[int, list[Any]]] = {}
         self._groups = 0
+        self._reached = 0  # steps completed, as far as it is known here
+        self._replayed = 0
         self._last_error: str | None = None  # of the group before
         self._placement: list[str] = []
 
@@ -180,12 +182,19 @@ class RunActor:
         """Takes a record; `after` is the call before it of the same worker, for their order."""
         self._cursor += 1
         self._records.append((self._cursor, record))
+        if record.get("kind") == "step":
+            self._reached = max(self._reached, record["total_step"])
+        elif record.get("kind") == "restored":
+            self._replayed += max(0, self._reached - record["step"])
+            self._reached = record["step"]
         self._wake()
 
     async def failed(self, rank: int, group: str, record: dict[str, Any]) -> None:
         """Records a rank's error; one of a group that has been replaced is dropped."""
         if group == self._meeting.group or self._meeting.group is None:
             self._errors.append(record)
+            # Survivors know best how far the group came: step records are sent now and then.
+            self._reached = max(self._reached, record["context"].get("step") or 0)
             self._wake()
 
     async def deliver(self, rank: int, group: str, key: str, value: Any) -> None:
@@ -219,6 +228,7 @@ class RunActor:
             "groups": self._groups,
             "last_error": self._last_error,
             "generations": self._meeting.generation,
+            "replayed_steps": self._replayed,
         }
 
     async def errors(self) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ run, and what the driver can decide about an old state before any worker starts.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import logging
 import time
@@ -16,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import raytf
 from raytf.checkpoint.lease import Lease
 from raytf.checkpoint.storage import FINAL, Storage
 from raytf.checkpoint.store import CheckpointStore
@@ -182,7 +182,7 @@ def _identify(storage: Storage, mine: dict[str, Any]) -> tuple[str, bool]:
             "version": _VERSION,
             "run": uuid.uuid4().hex,
             "created": time.time(),
-            "raytf": raytf.__version__,
+            "raytf": importlib.metadata.version("raytf"),
             "fingerprint": mine,
         }
         storage.write_bytes(json.dumps(record, indent=1).encode(), RUN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import logging
 import platform
 import threading
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import raytf
 from raytf.checkpoint.lease import check_attempt
 from raytf.checkpoint.manifest import step_name
 from raytf.checkpoint.retention import Rule
@@ -90,6 +90,13 @@ class Attempt:
     ) -> None:
         """Puts the variables of the newest good state, if there is one, into the model."""
         self._rate = engine.read_learning_rate(model)
+        self._restore(model, engine, variables, agreement)
+        if self._links.is_chief:
+            self._links.progress({"kind": "restored", "step": self.start.total_step})
+
+    def _restore(
+        self, model: Any, engine: Engine, variables: Variables, agreement: Agreement
+    ) -> None:
         self._check_space(sum(info.nbytes for info in variables.tensors().values()))
         restored = self._restorer.load(
             variables.tensors(), type(model.optimizer).__name__, agreement.exchange
@@ -252,7 +259,7 @@ class Attempt:
             "world_size": self._links.num_workers,
             "best": {"metric": save.keep_best, "mode": save.best_mode} if save.keep_best else None,
             "versions": {
-                "raytf": raytf.__version__,
+                "raytf": importlib.metadata.version("raytf"),
                 "tensorflow": tf.__version__,
                 "keras": engine.keras.__version__,
                 "numpy": np.__version__,
