@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from raytf.errors import ConfigError
 
-__all__ = ["Record", "Rule", "best_step", "to_delete"]
+__all__ = ["Record", "Rule", "best_steps", "to_delete"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,16 @@ class Rule:
 
     Attributes:
         keep_last: the newest so many.
-        keep_best: name of a metric: the one checkpoint with its best value.
-        best_mode: which value is best.
+        keep_best: name of a metric: the checkpoints with its best values.
+        best_mode: which values are best.
+        num_best: how many of these.
         keep_every: every step that is a multiple of this.
     """
 
     keep_last: int | None = None
     keep_best: str | None = None
     best_mode: Literal["min", "max"] = "min"
+    num_best: int = 1
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -36,6 +38,8 @@ class Rule:
             value: int | None = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, or None. Received: {value}.")
+        if self.num_best < 1:
+            raise ConfigError(f"num_best must be at least 1. Received: {self.num_best}.")
         if self.best_mode not in ("min", "max"):
             raise ConfigError(f"best_mode must be 'min' or 'max'. Received: {self.best_mode!r}.")
 
@@ -54,10 +58,11 @@ class Record:
     reading: bool = False
 
 
-def best_step(records: Sequence[Record], metric: str, mode: str) -> int | None:
-    """The step with the best value of `metric`; of equal ones the earliest.
+def best_steps(records: Sequence[Record], metric: str, mode: str, number: int = 1) -> list[int]:
+    """The steps with the best values of `metric`, best first; of equal ones the earlier first.
 
-    NaN is never best, and neither is a checkpoint without the metric. None if none has a value.
+    NaN is never best, and neither is a checkpoint without the metric. Fewer than `number`, or none,
+    if there are no more with a value.
     """
     sign = -1.0 if mode == "max" else 1.0
     found: list[tuple[float, int]] = []
@@ -65,7 +70,7 @@ def best_step(records: Sequence[Record], metric: str, mode: str) -> int | None:
         value = record.metrics.get(metric)
         if isinstance(value, int | float) and not math.isnan(value):
             found.append((sign * value, record.step))
-    return min(found)[1] if found else None
+    return [step for _, step in sorted(found)[:number]]
 
 
 def to_delete(kept: Sequence[Record], rule: Rule) -> list[int]:
@@ -82,9 +87,7 @@ def to_delete(kept: Sequence[Record], rule: Rule) -> list[int]:
     if rule.keep_last is not None:
         stay.update(record.step for record in ordered[-rule.keep_last :])
     if rule.keep_best is not None:
-        best = best_step(ordered, rule.keep_best, rule.best_mode)
-        if best is not None:
-            stay.add(best)
+        stay.update(best_steps(ordered, rule.keep_best, rule.best_mode, rule.num_best))
     if rule.keep_every is not None:
         stay.update(record.step for record in ordered if record.step % rule.keep_every == 0)
     return [record.step for record in ordered if record.step not in stay]

@@ -168,10 +168,14 @@ class Writer:
                 self._thread.start()
             self._changed.notify_all()
 
-    def drain(self) -> None:
-        """Waits until everything that was handed over is durable or has failed."""
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything that was handed over is durable or has failed; False if that has
+        not come to pass in time.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is None and self._in_flight is None)
+            return self._changed.wait_for(
+                lambda: self._waiting is None and self._in_flight is None, timeout_s
+            )
 
     def close(self) -> None:
         """Ends the thread; what waits is not written."""

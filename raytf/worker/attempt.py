@@ -203,6 +203,7 @@ class Attempt:
                 keep_last=rule.keep_last,
                 keep_best=rule.keep_best,
                 best_mode=rule.best_mode,
+                num_best=place.num_best,
                 keep_every=rule.keep_every,
             ),
             may_commit=lambda: check_attempt(place.storage, place.attempt, place.owner),

@@ -157,6 +157,7 @@ class Saver:
         self._number = 0
         self._saved_step = -1
         self._durable_at = clock()
+        self._durable_step = -1
         self._failed_in_row = 0
         self._superseded: str | None = None
         self._pace = Pace()
@@ -164,7 +165,7 @@ class Saver:
 
     def begin(self, place: Place) -> None:
         """Plans the first save; called once, with the place that training starts or goes on at."""
-        self._saved_step = place.total_step
+        self._saved_step = self._durable_step = place.total_step
         self._next_look = self._look(place.total_step)[1]
 
     def save_now(self, place: Place) -> None:
@@ -197,8 +198,21 @@ class Saver:
         """Makes the last state durable and ends the writing."""
         if self._saved_step != place.total_step:
             self._save(place)
-        self._writer.drain()
+        self._drain()
+        if self._durable_step != place.total_step and self._superseded is None:
+            self._save(place)  # once more: nothing comes after it that could
+            self._drain()
         self._writer.close()
+        if self._superseded is not None:
+            raise SupersededError(self._superseded)
+
+    def _drain(self) -> None:
+        limit = self._config.max_stale_s
+        if not self._writer.drain(limit):
+            raise StorageError(
+                f"the last state was not durable after {limit:g} s (max_stale_s). The storage does "
+                "not answer; mend it and run the same command again."
+            )
 
     def _look(self, step: int) -> tuple[bool, int]:
         if not self._by_clock:
@@ -243,6 +257,7 @@ class Saver:
         self.counts[outcome.kind] += 1
         if outcome.kind == "committed":
             self._failed_in_row, self._durable_at = 0, self._clock()
+            self._durable_step = outcome.step
             self._cadence.wrote(outcome.seconds, self._pace.slowdown())
         elif outcome.kind == "superseded":
             self._superseded = outcome.error

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.checkpoint.retention import Record, Rule, best_step, to_delete
+from raytf.checkpoint.retention import Record, Rule, best_steps, to_delete
 from raytf.errors import ConfigError
 
 
@@ -49,11 +49,11 @@ def test_pinned_and_read_ones_stay() -> None:
 
 def test_the_best_value() -> None:
     values = [math.nan, 3.0, 1.0, 1.0, -math.inf, None]
-    assert best_step(records(1, 2, 3, 4, loss=values[:4]), "loss", "min") == 3
-    assert best_step(records(1, 2, 3, 4, 5, 6, loss=values), "loss", "min") == 5
-    assert best_step(records(1, 2, 3, 4, 5, 6, loss=values), "loss", "max") == 2
-    assert best_step(records(1, loss=[math.nan]), "loss", "max") is None
-    assert best_step([], "loss", "max") is None
+    assert best_steps(records(1, 2, 3, 4, loss=values[:4]), "loss", "min") == [3]
+    assert best_steps(records(1, 2, 3, 4, 5, 6, loss=values), "loss", "min") == [5]
+    assert best_steps(records(1, 2, 3, 4, 5, 6, loss=values), "loss", "max") == [2]
+    assert best_steps(records(1, loss=[math.nan]), "loss", "max") == []
+    assert best_steps([], "loss", "max") == []
     assert to_delete(records(1, 2, 3, loss=[math.nan] * 3), Rule(keep_best="loss")) == [1, 2]
 
 
@@ -87,10 +87,17 @@ def test_what_never_goes(
     left = [record for record in kept if record.step not in deleted]
     assert to_delete(left, rule) == [], "what was kept once is kept again"
     if keep_best:
-        assert best_step(left, "loss", "min") == best_step(kept, "loss", "min")
+        assert best_steps(left, "loss", "min") == best_steps(kept, "loss", "min")
 
 
 @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_every": -1}, {"best_mode": "largest"}])
 def test_impossible_rules(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Rule(**wrong)
+
+
+def test_several_of_the_best_are_kept() -> None:
+    kept = records(1, 2, 3, 4, 5, loss=[3.0, 1.0, 2.0, math.nan, 4.0])
+    assert best_steps(kept, "loss", "min", 2) == [2, 3]
+    rule = Rule(keep_best="loss", num_best=2)
+    assert to_delete(kept, rule) == [1, 4]  # 5 is the newest
