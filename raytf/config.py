@@ -69,9 +69,9 @@ class SaveConfig:
     """When checkpoints are written, which are kept, and how long training goes on without any.
 
     Any of `every_steps`, `every_s`, `every_epochs` may be combined; what is due first saves. With
-    none of them it is as if `cadence` were "auto". A run also saves at its end, and at the end of each epoch in
-    which `keep_best` has a value. What is due at an epoch's last step waits for the end of that
-    epoch, so that its metrics and callbacks are in it.
+    none of them it is as if `cadence` were "auto". A run also saves at its end, and at the end of
+    each epoch in which `keep_best` has a value. What is due at an epoch's last step waits for the
+    end of that epoch, so that its metrics and callbacks are in it.
 
     Attributes:
         every_steps: steps of the run between saves, counted from its start.

@@ -35,6 +35,7 @@ __all__ = ["TEMPORARY", "Entry", "Files", "RetryConfig", "is_expired", "is_trans
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 TEMPORARY = ".tmp"  # how the names of files end that are not complete yet
 NUM_THREADS = 8  # transfers at once; each large one is itself sent in parallel parts by s3fs
@@ -106,14 +107,16 @@ class Files:
         """The whole file."""
         return self._call("read", path, lambda fs, full: bytes(fs.cat_file(full)))
 
-    def read_range(self, path: str, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Bytes [start, stop) of a file, fewer where it ends before; writable memory."""
+    def read_range(self, path: str, start: int, stop: int, into: _Bytes | None = None) -> _Bytes:
+        """Bytes [start, stop) of a file, fewer where it ends before; writable memory, `into` if it
+        is given and the file is local.
+        """
         if start >= stop:
             return np.empty(0, np.uint8)
 
-        def read(fs: Any, full: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        def read(fs: Any, full: str) -> _Bytes:
             if self._is_local:
-                return _read_local(fs, full, start, stop)
+                return _read_local(fs, full, start, stop, into)
             if not self._is_object_store:  # the Arrow bridge cannot read a range with `cat_file`
                 with fs.open(full, "rb") as file:
                     file.seek(start)
@@ -410,11 +413,12 @@ class Files:
             self._storage = replace(self._storage, fs=new)
 
 
-def _read_local(fs: Any, path: str, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _read_local(fs: Any, path: str, start: int, stop: int, into: _Bytes | None) -> _Bytes:
     """Straight into the array: `cat_file` would copy all bytes once more."""
     with fs.open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        data = np.empty(max(0, min(stop, size) - start), np.uint8)
+        size = max(0, min(stop, size) - start)
+        data = np.empty(size, np.uint8) if into is None else into[:size]
         file.seek(start)
         view, done = data.data, 0
         while done < data.size:

@@ -27,6 +27,7 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MAX_GAP_BYTES = 256 * 1024  # reading so much in vain costs less than another request
 MAX_RUN_BYTES = 128 * 1024 * 1024
+MIN_DIRECT_BYTES = 1024 * 1024  # so large a part of a local file is read to its place at once
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,24 @@ class Reader:
             path=path,
         )
 
-    def parts(self, parts: Sequence[Part], problems: list[Problem] | None = None) -> list[_Bytes]:
+    def parts(
+        self,
+        parts: Sequence[Part],
+        problems: list[Problem] | None = None,
+        into: Sequence[_Bytes] | None = None,
+    ) -> list[_Bytes]:
         """The bytes of many parts, in their order; neighbours in a file are read together.
+
+        Args:
+            problems: takes what had to be repaired.
+            into: memory of each part's size that its bytes are to lie in.
 
         Raises:
             CheckpointDamagedError: bad, and no other copy is good.
         """
-        runs = _runs(parts)
-        buffers = self._files.map(lambda run: self._read_run(parts, run), runs)
+        direct = into is not None and self._files.storage.is_local
+        runs = _runs(parts, MIN_DIRECT_BYTES if direct else None)
+        buffers = self._files.map(lambda run: self._read_run(parts, run, into), runs)
         result: list[_Bytes | None] = [None] * len(parts)
         for run, buffer in zip(runs, buffers, strict=True):
             base = parts[run[0]].offset
@@ -126,16 +137,25 @@ class Reader:
                 data = buffer[part.offset - base : part.offset - base + part.nbytes]
                 if data.size == part.nbytes and _digest(data) == part.xxh3:
                     result[index] = data
-        return [
+        found = [
             data if data is not None else self.part(parts[index], problems)
             for index, data in enumerate(result)
         ]
+        if into is None:
+            return found
+        for data, place in zip(found, into, strict=True):
+            if not np.may_share_memory(data, place):
+                place[:] = data
+        return list(into)
 
-    def _read_run(self, parts: Sequence[Part], run: list[int]) -> _Bytes:
+    def _read_run(
+        self, parts: Sequence[Part], run: list[int], into: Sequence[_Bytes] | None
+    ) -> _Bytes:
         start = parts[run[0]].offset
         stop = max(parts[index].offset + parts[index].nbytes for index in run)
         try:
-            return self._files.read_range(parts[run[0]].shard, start, stop)
+            place = into[run[0]] if into is not None and len(run) == 1 else None
+            return self._files.read_range(parts[run[0]].shard, start, stop, place)
         except FileNotFoundError:
             return np.empty(0, np.uint8)  # each of its parts is then looked for on its own
 
@@ -190,8 +210,10 @@ def _digest(data: _Bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data.data)
 
 
-def _runs(parts: Sequence[Part]) -> list[list[int]]:
-    """Indices of parts to be read in one go, each list in the order of the file."""
+def _runs(parts: Sequence[Part], alone_bytes: int | None = None) -> list[list[int]]:
+    """Indices of parts to be read in one go, each list in the order of the file; parts of
+    `alone_bytes` or more are alone.
+    """
     order = sorted(range(len(parts)), key=lambda i: (parts[i].shard, parts[i].offset))
     runs: list[list[int]] = []
     shard, start, end = "", 0, 0
@@ -199,7 +221,10 @@ def _runs(parts: Sequence[Part]) -> list[list[int]]:
         part = parts[index]
         stop = max(end, part.offset + part.nbytes)
         near = part.shard == shard and part.offset - end <= MAX_GAP_BYTES
-        if runs and near and stop - start <= MAX_RUN_BYTES:
+        if alone_bytes is not None and part.nbytes >= alone_bytes:
+            runs.append([index])
+            shard = ""  # nothing is near it
+        elif runs and near and stop - start <= MAX_RUN_BYTES:
             runs[-1].append(index)
             end = stop
         else:

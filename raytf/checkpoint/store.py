@@ -29,7 +29,7 @@ from raytf.checkpoint.files import Files, RetryConfig
 from raytf.checkpoint.manifest import Manifest, Part, Shard, step_name
 from raytf.checkpoint.pruning import PINNED, READING, Pruner, shard_name
 from raytf.checkpoint.reading import Problem, Reader
-from raytf.checkpoint.retention import Record, Rule, best_step
+from raytf.checkpoint.retention import Record, Rule, best_steps
 from raytf.checkpoint.storage import Storage, resolve
 from raytf.errors import (
     CheckpointDamagedError,
@@ -130,7 +130,7 @@ class CheckpointStore:
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max' for {metric!r}. Received: {mode!r}.")
         records = [Record(step=m.step, metrics=m.metrics) for m in manifests]
-        return best_step(records, metric, mode)
+        return next(iter(best_steps(records, metric, mode)), None)
 
     def path(self, step: int) -> str:
         """A step's directory, absolute on the filesystem."""
@@ -188,12 +188,15 @@ class CheckpointStore:
         return self._reader.part(part, problems).tobytes()
 
     def read_parts(
-        self, parts: Sequence[Part], problems: list[Problem] | None = None
+        self,
+        parts: Sequence[Part],
+        problems: list[Problem] | None = None,
+        into: Sequence[np.ndarray[Any, np.dtype[np.uint8]]] | None = None,
     ) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """`read_part` for many at once, as uint8 arrays in their order: neighbours in a file are
-        read together, several files at once.
+        read together, several files at once. `into` gives memory for each.
         """
-        return self._reader.parts(parts, problems)
+        return self._reader.parts(parts, problems, into)
 
     def export(self, step: int | str, path: str, format: str = "keras", **options: Any) -> str:
         """`raytf.export` of this run: one checkpoint as a model; imports TensorFlow and Ray."""
