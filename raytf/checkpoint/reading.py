@@ -154,8 +154,9 @@ class Reader:
         start = parts[run[0]].offset
         stop = max(parts[index].offset + parts[index].nbytes for index in run)
         try:
-            place = into[run[0]] if into is not None and len(run) == 1 else None
-            return self._files.read_range(parts[run[0]].shard, start, stop, place)
+            if into is not None and len(run) == 1:
+                return self._files.read_range(parts[run[0]].shard, start, stop, into[run[0]])
+            return self._files.read_range(parts[run[0]].shard, start, stop)
         except FileNotFoundError:
             return np.empty(0, np.uint8)  # each of its parts is then looked for on its own
 

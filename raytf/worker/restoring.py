@@ -8,7 +8,7 @@ checkpoint. Trouble of the storage itself is no damage: it raises, and nothing i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from raytf.checkpoint.manifest import Manifest, Part
 from raytf.checkpoint.store import CheckpointStore, Problem
 from raytf.errors import CheckpointDamagedError, ConfigError, NotFoundError
 from raytf.worker.links import Links, RunPlace
-from raytf.worker.state import array_of, base_name, difference
+from raytf.worker.state import aligned, array_of, base_name, difference
 
 __all__ = ["Restored", "Restorer"]
 
@@ -214,8 +214,12 @@ class Restorer:
         # ranks hand it to each other.
         alone = found.store.root.is_local or self._links.num_workers == 1
         mine = parts if alone else _shares(parts, self._links.num_workers)[self._links.rank]
+        memory = {t.name: aligned(t.nbytes) for t in wanted} if alone else {}
+        places = (
+            [place for t in wanted for place in _cut(memory[t.name], t.parts)] if alone else None
+        )
         try:
-            pieces = found.store.read_parts(mine, problems)
+            pieces = found.store.read_parts(mine, problems, places)
             data: dict[Any, Any] = {_place_of(p): d for p, d in zip(mine, pieces, strict=True)}
             damage = None
         except CheckpointDamagedError as error:
@@ -227,10 +231,9 @@ class Restorer:
             data = _exchanged(parts, data, exchange)
         if damage is not None:
             return {}, damage
-        return {
-            t.name: array_of(_joined([data[_place_of(p)] for p in t.parts]), t.dtype, t.shape)
-            for t in wanted
-        }, None
+        if not alone:
+            memory = {t.name: _joined([data[_place_of(p)] for p in t.parts]) for t in wanted}
+        return {t.name: array_of(memory[t.name], t.dtype, t.shape) for t in wanted}, None
 
 
 def _fits(mine: TensorInfo | None, tensor: Any) -> bool:
@@ -255,6 +258,11 @@ def _way_out(is_own: bool) -> str:
 
 def _place_of(part: Part) -> tuple[str, int, int]:
     return part.shard, part.offset, part.nbytes
+
+
+def _cut(memory: np.ndarray, parts: Sequence[Part]) -> list[np.ndarray]:
+    """A tensor's memory in pieces of the sizes of its parts."""
+    return np.split(memory, np.cumsum([part.nbytes for part in parts])[:-1])
 
 
 def _joined(pieces: list[np.ndarray]) -> np.ndarray:

@@ -25,6 +25,7 @@ __all__ = [
     "Cell",
     "RankState",
     "Variables",
+    "aligned",
     "array_of",
     "base_name",
     "code_of",
@@ -49,6 +50,8 @@ _CODES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+_ALIGNMENT = 64  # bytes; what TensorFlow's kernels count on
+_MIN_LENT_BYTES = 64 * 1024
 _NAMES = {code: name for name, code in _CODES.items()}
 
 
@@ -68,9 +71,18 @@ def code_of(dtype: Any, what: str) -> str:
 
 
 def array_of(data: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
-    """Bytes of a checkpoint (uint8, one axis) as an array of a dtype and shape."""
+    """Bytes of a checkpoint (uint8, one axis) as an array of a dtype and shape; no copy, if they
+    lie in one piece.
+    """
     kind = tf.as_dtype(_NAMES[dtype]).as_numpy_dtype
     return np.frombuffer(np.ascontiguousarray(data), dtype=kind).reshape(tuple(shape))
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """New memory (uint8) that TensorFlow can use in place."""
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes]
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Cell:
 @dataclass(frozen=True)
 class _Source:
     info: TensorInfo
-    read: Callable[[], np.ndarray]
+    read: Callable[[], Any]
 
 
 class Variables:
@@ -134,10 +146,14 @@ class Variables:
         return {**arrays, **mine}
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Sets every variable that `arrays` names."""
+        """Sets every variable that `arrays` names.
+
+        A variable may go on to use an array's memory until it is changed, which is in memory of its
+        own then: nobody may write into the arrays.
+        """
         for name, cell in self.cells.items():
             if name in arrays:
-                cell.variable.assign(arrays[name])
+                cell.variable.assign(_lent(arrays[name]))
 
 
 class RankState:
@@ -176,7 +192,8 @@ class RankState:
         callbacks, arrays, own_arrays = self.callbacks.capture()
         shared, own = list[_Source](), list[_Source]()
         for name, cell in self.variables.cells.items():
-            (own if cell.alone else shared).append(_Source(cell.info(name), cell.variable.numpy))
+            read = cell.variable.read_value
+            (own if cell.alone else shared).append(_Source(cell.info(name), read))
         shared += [_of_array(name, array) for name, array in arrays.items()]
         own += [_of_array(name, array) for name, array in own_arrays.items()]
         slices = [*self._share([s.info for s in shared])]
@@ -241,10 +258,24 @@ def _of_array(name: str, array: np.ndarray) -> _Source:
 
 
 def _copy(value: Any, piece: Slice, view: np.ndarray) -> None:
-    # `numpy()` may alias live memory: nothing of it may outlive this copy.
+    # Live memory of a variable, where `numpy()` would copy all of it first, other ranks' rows as
+    # well: nothing of it may outlive this copy.
     array = np.asarray(value)
     rows = array[piece.start : piece.stop] if array.ndim else array
     np.copyto(view, np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+
+
+def _lent(array: np.ndarray) -> Any:
+    """A large array as a tensor in the same memory; others as they are.
+
+    TensorFlow writes into no memory that is not its own: a variable that is assigned such a tensor
+    is copied by the first operation that changes it (read in 2.21, `PrepareToUpdateVariable`).
+    """
+    plain = array.dtype.isbuiltin == 1 and array.dtype.kind in "fiuc"
+    in_place = array.flags.carray and array.ctypes.data % _ALIGNMENT == 0
+    if not plain or not in_place or array.nbytes < _MIN_LENT_BYTES:
+        return array
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
 def _packed(words: np.ndarray) -> str:
