@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,10 @@ def load_step(
         manifest = store.manifest(step)
         where = store.step_url(step)
         model = _built(manifest, where, build_model, config)
-        named = _of_model(model, _named(model))
         there = {tensor.name: tensor for tensor in manifest.tensors}
+        named = _of_model(model, _named(model))
+        if build_model is None:
+            named = _renamed(named, manifest.model.get("names") or [], there)
         _check(model, named, there, manifest, where)
         names = _wanted(named, there, manifest)
         arrays = store.read(step, {name for sources in names.values() for name in sources})
@@ -109,7 +111,12 @@ def _built(
         model = _from_config(keras, legacy, described["config"], where)
     else:
         model = _from_function(keras, build_model, config)
-    if not model.built or not model.weights:
+    shape = (described.get("config") or {}).get(_BUILD, {}).get("input_shape")
+    if not legacy and not model.weights and _is_shape(shape):
+        from raytf.worker import keras_compat
+
+        keras_compat.build_layers(model, keras.KerasTensor(shape))
+    if not model.weights:
         raise ConfigError(
             f"The model of {where} has no weights before it sees a batch. Use a build_model that "
             "gives it an input shape (keras.Input) or calls model.build(...).",
@@ -165,6 +172,10 @@ def _from_config(keras: Any, legacy: bool, config: Any, where: str) -> Any:
             "or register its classes (keras.saving.register_keras_serializable).",
             path=where,
         ) from error
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(size is None or isinstance(size, int) for size in value)
 
 
 def _built_from_outside(config: Any) -> Any:
@@ -224,6 +235,26 @@ def _of_model(model: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = getattr(model, "optimizer", None)
     ids = {id(v) for v in (*model.variables, *(() if optimizer is None else optimizer.variables))}
     return {name: variable for name, variable in named.items() if id(variable) in ids}
+
+
+def _renamed(
+    named: Mapping[str, Any], names: Sequence[str], there: Mapping[str, TensorEntry]
+) -> Mapping[str, Any]:
+    """The variables by the names that the checkpoint has for them, told by their order: what Keras
+    rebuilds from a config has its variables in the same order, but inner layers are made in
+    another, and their automatic names count that.
+
+    Args:
+        named: of the rebuilt model.
+        names: of the trained one, in the order of `keras_compat.named_variables`.
+        there: tensors of the checkpoint.
+    """
+    old = names[: len(named)]
+    fits = len(old) == len(named) and all(
+        name in there and there[name].shape == tuple(variable.shape)
+        for name, variable in zip(old, named.values(), strict=True)
+    )
+    return dict(zip(old, named.values(), strict=True)) if fits else named
 
 
 def _check(

@@ -88,6 +88,7 @@ def stored(
         "class": type(model).__name__,
         "optimizer": type(model.optimizer).__name__,
         "legacy_keras": False,
+        "names": list(keras_compat.named_variables(model)),
         **keras_compat.serialized(model),
     }
     store = CheckpointStore(url)
@@ -254,7 +255,7 @@ def test_a_model_without_weights(tmp_path: Path) -> None:
         model.compile("adam", loss="mse")
         return model
 
-    store = stored(tmp_path / "run", trained(dense))
+    store = stored(tmp_path / "run", trained(dense), description={"config": None})
     with pytest.raises(ConfigError, match="no weights before it sees a batch"):
         store.export(8, str(tmp_path / "m.keras"), build_model=unbuilt)
 
@@ -363,3 +364,59 @@ def test_tf_keras_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "tf_keras", None)
     with pytest.raises(ConfigError, match=r"raytf\[legacy-keras\]"):
         store.export(4, str(tmp_path / "m.keras"))
+
+
+def nested() -> Any:
+    """Its inner layers are made in another order by `from_config`, and so named otherwise."""
+    import keras
+
+    inner = [keras.layers.Dense(4), keras.layers.Dropout(0.1)]
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.Sequential(inner),
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dropout(0.2)]),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01), loss="mse")
+    return model
+
+
+def lazy() -> Any:
+    """Without weights before it sees a batch."""
+    import keras
+
+    model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dropout(0.1)])
+    model.compile("adam", loss="mse")
+    return model
+
+
+@pytest.mark.parametrize("build", [dense, nested, lazy])
+@pytest.mark.parametrize("by_function", [False, True])
+def test_other_shapes_of_models(tmp_path: Path, build: Any, by_function: bool) -> None:
+    import keras
+
+    from raytf.worker import keras_compat
+
+    keras_compat.reset_names()
+    model = build()
+    keras_compat.build_layers(model, keras.KerasTensor((8, 4)))  # as a worker does
+    model.optimizer.build(model.trainable_variables)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    store = stored(tmp_path / "run", model)
+    loaded = load_step(store, 8, build if by_function else None)
+    assert same([v.numpy() for v in loaded.variables], [v.numpy() for v in model.variables])
+    assert same(of_optimizer(loaded), of_optimizer(model))
+
+
+@pytest.mark.parametrize(("build", "fits"), [(dense, True), (nested, False)])
+def test_without_the_order_of_names(tmp_path: Path, build: Any, fits: bool) -> None:
+    model = trained(build)
+    store = stored(tmp_path / "run", model, description={"names": None})
+    if fits:
+        assert same(load_step(store, 8).get_weights(), model.get_weights())
+        return
+    with pytest.raises(ConfigError, match="not the one of"):
+        load_step(store, 8)
+    assert same(load_step(store, 8, build).get_weights(), model.get_weights())
