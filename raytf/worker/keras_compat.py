@@ -353,13 +353,16 @@ def named_variables(model: Any) -> dict[str, Any]:
 
 def serialized(model: Any) -> dict[str, Any]:
     """Keras's own config of a compiled model as JSON (`config`), or why there is none
-    (`config_error`).
+    (`config_error`); `names` of all variables in order, for a model rebuilt from the config, whose
+    layers Keras may name otherwise.
     """
+    names = list(named_variables(model))
     try:
         config = keras.saving.serialize_keras_object(model)
-        return {"config": json.loads(json.dumps(config))}
+        return {"config": json.loads(json.dumps(config)), "names": names}
     except (NotImplementedError, TypeError, ValueError, AttributeError) as error:
-        return {"config": None, "config_error": f"{type(error).__name__}: {error}"[:1000]}
+        reason = f"{type(error).__name__}: {error}"[:1000]
+        return {"config": None, "config_error": reason, "names": names}
 
 
 def layers(model: Any) -> list[Any]:
