@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def s3(nothing_left_running: None) -> Iterator[dict[str, Any]]:
     """A server that the environment names, as a cluster's nodes would have it."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request
     with s3_server() as options, pytest.MonkeyPatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
         patched.setenv("AWS_ACCESS_KEY_ID", options["key"])
