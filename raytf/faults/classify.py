@@ -1,6 +1,6 @@
 """From evidence to one fault: what happened, who started it, who merely suffered. Pure.
 
-Owns the taxonomy and the order of belief. A rank's own word about itself beats a guess; a death
+Owns the order of belief. A rank's own word about itself beats a guess; a death
 beats an error, because survivors of a death report errors of many kinds before anybody has noticed
 the death; a rank that says nothing while all others report aborted collectives is the culprit.
 """
@@ -11,10 +11,10 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from raytf.faults import texts
+from raytf.faults.fault import SAID, Fault, FaultKind
 
 __all__ = ["Evidence", "Fault", "FaultKind", "RankEvidence", "classify"]
 
@@ -31,30 +31,17 @@ _STARTUP_TYPES = ("StartupError", "ResourceError")
 _ECHO_S = 15.0
 
 
-class FaultKind(StrEnum):
-    """What happened, from the most to the least telling."""
-
-    SUPERSEDED = "superseded"
-    PREEMPTED = "preempted"
-    NODE_LOST = "node_lost"
-    DIVERGENCE = "divergence"
-    NAN = "nan"
-    HANG = "hang"
-    OOM = "oom"
-    SEGFAULT = "segfault"
-    KILLED = "killed"
-    EXITED = "exited"
-    USER_ERROR = "user_error"
-    TENSORFLOW_ERROR = "tensorflow_error"
-    STORAGE = "storage"
-    STARTUP = "startup"
-    UNKNOWN = "unknown"
-    COLLECTIVE = "collective"  # a victim only
-
-
 _BELIEF = {kind: place for place, kind in enumerate(FaultKind)}
-_DEATHS = frozenset(
-    {FaultKind.OOM, FaultKind.SEGFAULT, FaultKind.KILLED, FaultKind.EXITED, FaultKind.NODE_LOST}
+# What makes other ranks report errors of any kind.
+_LOUD = frozenset(
+    {
+        FaultKind.NODE_LOST,
+        FaultKind.OOM,
+        FaultKind.SEGFAULT,
+        FaultKind.KILLED,
+        FaultKind.EXITED,
+        FaultKind.HANG,
+    }
 )
 _ERRORS = frozenset(
     {FaultKind.USER_ERROR, FaultKind.TENSORFLOW_ERROR, FaultKind.STORAGE, FaultKind.STARTUP}
@@ -134,100 +121,6 @@ class Evidence:
     silent_s: float = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One fault.
-
-    Attributes:
-        kind: what happened.
-        rank: the culprit; None if there is none, or it cannot be known.
-        ranks: all that failed in this way by themselves, the culprit included (node loss takes
-            several).
-        node, pid, step, phase: of the culprit, at that moment.
-        hardware_like: whether the machine may be at fault: counted against its node.
-        error_type: name of the error that was raised (`ValueError`, `ConfigError`).
-        root_text: what the culprit said, its traceback if there is one.
-        evidence: what the verdict rests on, for people.
-        victims: ranks that only suffered.
-    """
-
-    kind: FaultKind
-    rank: int | None = None
-    ranks: tuple[int, ...] = ()
-    node: str | None = None
-    pid: int | None = None
-    step: int | None = None
-    phase: str | None = None
-    hardware_like: bool = False
-    error_type: str | None = None
-    root_text: str = ""
-    evidence: tuple[str, ...] = ()
-    victims: tuple[int, ...] = ()
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """Equal for two faults with the same root: kind, type of error, where it was raised."""
-        frames = re.findall(r'^\s*File "([^"]+)", line (\d+)', self.root_text, re.MULTILINE)
-        if frames:
-            where = (*frames[0], *frames[-1])
-        else:
-            first = self.root_text.strip().splitlines()[:1]
-            where = tuple(re.sub(r"0x[0-9a-fA-F]+|\d+", "#", line) for line in first)
-        return str(self.kind), self.error_type or "", *where
-
-    def summary(self) -> str:
-        """`rank 1 on node ab12 was killed at step 30 (phase step)`."""
-        who = "the run" if self.rank is None else f"rank {self.rank}"
-        if len(self.ranks) > 1:
-            who = f"ranks {', '.join(map(str, self.ranks))}"
-        where = f" on node {self.node}" if self.node else ""
-        at = f" at step {self.step}" if self.step is not None else ""
-        phase = f" (phase {self.phase})" if self.phase else ""
-        return f"{who}{where} {_SAID[self.kind]}{at}{phase}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them."""
-        told = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in told.items()} | {
-            "kind": str(self.kind)
-        }
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Fault:
-        """Reads `to_json`'s values; a kind of a newer version is unknown."""
-        known = {k: v for k, v in told.items() if k in cls.__dataclass_fields__}
-        lists = {k: tuple(v) for k, v in known.items() if isinstance(v, list)}
-        kind = str(known.get("kind"))
-        return cls(
-            **{
-                **known,
-                **lists,
-                "kind": FaultKind(kind) if kind in _KIND_NAMES else FaultKind.UNKNOWN,
-            }
-        )
-
-
-_KIND_NAMES = frozenset(str(kind) for kind in FaultKind)
-_SAID = {
-    FaultKind.SUPERSEDED: "was superseded by another attempt",
-    FaultKind.PREEMPTED: "was preempted",
-    FaultKind.NODE_LOST: "was lost with its node",
-    FaultKind.DIVERGENCE: "holds other weights than the rest",
-    FaultKind.NAN: "computed a loss or gradient that is no number",
-    FaultKind.HANG: "hung",
-    FaultKind.OOM: "ran out of memory",
-    FaultKind.SEGFAULT: "crashed",
-    FaultKind.KILLED: "was killed",
-    FaultKind.EXITED: "exited",
-    FaultKind.USER_ERROR: "raised an error",
-    FaultKind.TENSORFLOW_ERROR: "raised an error in TensorFlow",
-    FaultKind.STORAGE: "could not use the store",
-    FaultKind.STARTUP: "did not come up",
-    FaultKind.UNKNOWN: "failed for an unknown reason",
-    FaultKind.COLLECTIVE: "failed in a collective, and nobody is known to have caused it",
-}
-
-
 @dataclass(frozen=True)
 class _Verdict:
     """What one rank's evidence says about that rank alone."""
@@ -253,11 +146,11 @@ def classify(evidence: Evidence) -> Fault:
 
 
 def _chosen(ranks: Mapping[int, RankEvidence], verdicts: Mapping[int, _Verdict]) -> Fault:
-    def belief(rank: int) -> tuple[int, float, int]:
+    def belief(rank: int) -> tuple[float, float, int]:
         verdict, at = verdicts[rank], ranks[rank].at
-        place = _BELIEF[verdict.kind]
+        place: float = _BELIEF[verdict.kind]
         if verdict.kind in _ERRORS and _long_before(rank, ranks, verdicts):
-            place = _BELIEF[FaultKind.HANG]  # before all deaths
+            place = _BELIEF[FaultKind.NODE_LOST] - 0.5  # before all deaths
         return place, float("inf") if at is None else at, rank
 
     culprit = min(verdicts, key=belief)
@@ -267,7 +160,7 @@ def _chosen(ranks: Mapping[int, RankEvidence], verdicts: Mapping[int, _Verdict])
         same = [r for r in same if ranks[r].node == known.node]
     why = [*verdict.why]
     for rank in sorted(set(verdicts) - {culprit}):
-        why += [f"rank {rank} {_SAID[verdicts[rank].kind]}" + _first_line(verdicts[rank].text)]
+        why += [f"rank {rank} {SAID[verdicts[rank].kind]}" + _first_line(verdicts[rank].text)]
     return Fault(
         kind=verdict.kind,
         rank=culprit,
@@ -292,7 +185,7 @@ def _long_before(
     rank: int, ranks: Mapping[int, RankEvidence], verdicts: Mapping[int, _Verdict]
 ) -> bool:
     at = ranks[rank].at
-    deaths = [ranks[r].at for r, v in verdicts.items() if v.kind in _DEATHS]
+    deaths = [ranks[r].at for r, v in verdicts.items() if v.kind in _LOUD]
     return at is not None and all(d is not None and d - at > _ECHO_S for d in deaths)
 
 
@@ -301,7 +194,7 @@ def _judged(rank: RankEvidence, evidence: Evidence) -> _Verdict | None:
     death = rank.death or ""
     where = f"rank {rank.rank}"
     error = rank.error
-    if error is not None and error.get("type") == "SupersededError" and not error["collateral"]:
+    if error is not None and error.get("type") == "SupersededError" and not error.get("collateral"):
         return _Verdict(FaultKind.SUPERSEDED, text=_text(error), why=(_text(error),))
     if rank.is_dead:
         if texts.is_preemption_text(death) or rank.draining:
@@ -348,7 +241,7 @@ def _died(rank: RankEvidence, evidence: Evidence) -> _Verdict:
         return _Verdict(FaultKind.OOM, text=texts.spoken_of(text).strip(), why=why)
     said = rank.error if rank.error is not None and not rank.error.get("collateral") else None
     if number in _CRASH_SIGNALS or texts.is_crash_text(death):
-        hard = number is None or number not in _SOFT_SIGNALS
+        hard = number not in _SOFT_SIGNALS
         why = (f"{where}: its process crashed ({_signal_name(number or signal.SIGSEGV)})",)
         return _Verdict(FaultKind.SEGFAULT, hard, text=death, why=(*why, *_lines(death)))
     if number is None and said is not None:  # it said why, then its process ended
@@ -363,7 +256,7 @@ def _died(rank: RankEvidence, evidence: Evidence) -> _Verdict:
         )
     name = "a signal nobody saw" if number is None else _signal_name(number)
     why = f"{where}: its process ended by {name}"
-    hard = number is None or number not in _SOFT_SIGNALS
+    hard = number not in _SOFT_SIGNALS and not texts.is_ordered_text(death)
     return _Verdict(FaultKind.KILLED, hard, text=death or why, why=(why, *_lines(death)))
 
 
@@ -378,7 +271,8 @@ def _raised(rank: RankEvidence, error: Mapping[str, Any]) -> _Verdict:
     kind_name, original = str(error.get("type", "")), str(error.get("error_type", ""))
     short = original.rsplit(".", 1)[-1]
     text, why = _text(error), (f"rank {rank.rank}: {_headline(error)}",)
-    step = (error.get("context") or {}).get("step")
+    context: Mapping[str, Any] = error.get("context") or {}
+    step = context.get("step")
     hard = False
     if short in _MEMORY_ERRORS:
         kind = FaultKind.OOM
@@ -386,16 +280,12 @@ def _raised(rank: RankEvidence, error: Mapping[str, Any]) -> _Verdict:
         kind = FaultKind.STORAGE
     elif kind_name in _STARTUP_TYPES:
         kind = FaultKind.STARTUP
-    elif original.startswith(("tensorflow.", "keras.", "tf_keras.")) and _is_tensorflow(original):
+    elif original.startswith("tensorflow."):
         kind, hard = FaultKind.TENSORFLOW_ERROR, texts.is_device_text(text)
     else:
         kind = FaultKind.USER_ERROR
     told = kind_name if kind_name not in ("", "TrainingError") else short
     return _Verdict(kind, hard, told or None, text, why, step)
-
-
-def _is_tensorflow(original: str) -> bool:
-    return original.startswith("tensorflow.")
 
 
 def _silent(

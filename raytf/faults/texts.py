@@ -14,6 +14,7 @@ __all__ = [
     "is_device_text",
     "is_memory_text",
     "is_node_text",
+    "is_ordered_text",
     "is_peer_gone_text",
     "is_preemption_text",
     "named_tasks",
@@ -42,6 +43,7 @@ _NODE = (
     "the node it was running on is dead",
     "its node is dead",
 )
+_ORDERED = ("killed by `ray.kill`", "because its owner has died", "all references to the actor")
 _PREEMPTION = (
     "died by preemption",
     "failed due to node preemption",
@@ -91,6 +93,11 @@ def is_memory_text(text: str) -> bool:
 def is_node_text(text: str) -> bool:
     """Whether a worker died because its node did."""
     return _has(text, _NODE)
+
+
+def is_ordered_text(text: str) -> bool:
+    """Whether Ray ended the process because it was asked to: no machine is at fault."""
+    return _has(text, _ORDERED)
 
 
 def is_preemption_text(text: str) -> bool:
