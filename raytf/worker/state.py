@@ -7,6 +7,7 @@ itself (random state, callbacks on the chief) goes along as JSON or as tensors o
 from __future__ import annotations
 
 import base64
+import mmap
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,9 +81,11 @@ def array_of(data: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
 
 def aligned(nbytes: int) -> np.ndarray:
     """New memory (uint8) that TensorFlow can use in place."""
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + nbytes]
+    if nbytes < _MIN_LENT_BYTES:
+        return np.empty(nbytes, np.uint8)
+    # numpy asks for huge pages. Virtual machines that give free ones back to their host get them
+    # anew, each in a millisecond: twice the time of small pages, which are used again.
+    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 @dataclass(frozen=True)
