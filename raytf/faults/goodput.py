@@ -25,7 +25,7 @@ from raytf.faults.record import FAULT_KINDS, Event, Kind
 
 __all__ = ["CATEGORIES", "Fold", "Ledger"]
 
-CATEGORIES = (
+CATEGORIES: tuple[str, ...] = (
     "start",
     "compile",
     "data_wait",
@@ -159,8 +159,8 @@ class Fold:
         """Takes the next event; they come in order of time."""
         if self._begin is None:
             self._begin = self._now = self._settled = event.time
-        if event.kind is Kind.ATTEMPT_STARTED or event.kind is Kind.RUN_STARTED:
-            self._attempt_started(event)
+        if event.kind in (Kind.ATTEMPT_STARTED, Kind.RUN_STARTED):
+            self._started(event)
             return
         if self._finished:  # late words of workers: the run is over
             return
@@ -172,6 +172,8 @@ class Fold:
             self._failed(event)
         elif event.kind is Kind.RESTORED:
             self._restored(event)
+        elif event.kind is Kind.DECISION and event.fields.get("action") == "continue":
+            self._failed_at, self._state = None, "step"
         elif event.kind is Kind.PHASE:
             if event.rank in (None, 0) and self._state not in ("start", "restart"):
                 self._state = _PHASES.get(event.phase or "", "step")
@@ -217,13 +219,13 @@ class Fold:
             self._window[name] = 0.0
         self._settled = self._now
 
-    def _attempt_started(self, event: Event) -> None:
-        if self._attempt == event.attempt and not self._finished:
-            self._advance(event.time)  # run_started and attempt_started of the same
+    def _started(self, event: Event) -> None:
+        is_attempt = event.kind is Kind.ATTEMPT_STARTED
+        if is_attempt and self._attempt == event.attempt and not self._finished:
+            self._advance(event.time)  # told by two writers
             return
-        first = self._attempt is None
         went_silent = not self._ended and self._failed_at is None
-        if went_silent and not first:
+        if went_silent:
             self._failed_at = self._now  # its last sign of life
             self._faults += 1
         if went_silent or self._finished:
@@ -231,8 +233,9 @@ class Fold:
             self._state = "idle"
         self._advance(event.time)
         self._keep()
-        self._finished = self._ended = False
-        self._attempt = event.attempt
+        self._finished, self._ended = False, not is_attempt
+        if is_attempt:
+            self._attempt = event.attempt
         self._state = "restart" if self._failed_at is not None else "start"
 
     def _failed(self, event: Event) -> None:
@@ -263,6 +266,7 @@ class Fold:
             return
         self._lost += max(0, self._step - event.step)
         self._step = event.step
+        self._best = max(self._best, event.step)
 
     def _reported(self, event: Event) -> None:
         step = event.step or 0
@@ -271,7 +275,8 @@ class Fold:
         self._split(event, again / done if done > 0 else 0.0)
         self._keep()
         self._replayed += again
-        self._step, self._best = max(step, self._step), max(self._best, step)
+        self._lost += max(0, -done)  # nobody told of the restore
+        self._step, self._best = step, max(self._best, step)
         if self._failed_at is not None:
             self._restarts += 1
             self._recoveries.append(self._now - self._failed_at)

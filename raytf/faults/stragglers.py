@@ -42,8 +42,8 @@ class Straggler:
     def summary(self) -> str:
         """A sentence for people."""
         return (
-            f"rank {self.rank} is slow in {self.phase}: {self.factor:.1f} x the other ranks' median "
-            f"for {self.windows} windows in a row, {self.share:.0%} of its time"
+            f"rank {self.rank} is slow in {self.phase}: {self.factor:.1f} x the median of the "
+            f"other ranks for {self.windows} windows in a row, {self.share:.0%} of its time"
         )
 
 
