@@ -47,7 +47,7 @@ __all__ = [
 _CHATTY = frozenset({Kind.STEP_REACHED, Kind.PHASE, Kind.MESSAGE})
 _CHATTY_SHARE = 0.8
 _NAME = re.compile(r"attempt-(\d{4,})-([A-Za-z0-9_.]+?)(?:-(\d{4,}))?\.jsonl")
-_RETRY_S = (0.1, 10.0)  # first and longest wait after a failed write
+_MAX_RETRY_S = 10.0
 
 Sink = Callable[[str, bytes, bool], None]
 ReadBytes = Callable[[str, int], bytes]
@@ -98,6 +98,7 @@ class EventWriter:
         flush_events: events after which it does not wait any longer.
         max_queue: events that wait at most.
         part_bytes: size at which a new part begins.
+        retry_s: first pause after a failed write; it doubles up to 10 s.
         sync: called at `close` for each file written and not replaced: makes it durable (fsync).
     """
 
@@ -113,12 +114,13 @@ class EventWriter:
         flush_events: int = 200,
         max_queue: int = 10_000,
         part_bytes: int = 256 * 1024,
+        retry_s: float = 0.1,
         sync: Callable[[str], None] | None = None,
     ) -> None:
         self._sink, self._sync = sink, sync
         self._attempt, self._writer, self._appends = attempt, writer, appends
         self._flush_s, self._flush_events = flush_s, flush_events
-        self._max_queue, self._part_bytes = max_queue, part_bytes
+        self._max_queue, self._part_bytes, self._retry_s = max_queue, part_bytes, retry_s
         self._queue = queue.SimpleQueue[Event | _Flush]()
         self._lock = threading.RLock()  # reentrant: a signal handler may emit
         self._waiting = 0  # events taken and not written yet
@@ -229,7 +231,7 @@ class EventWriter:
 
     def _write(self) -> None:
         self._tell_of_drops()
-        pause = _RETRY_S[0]
+        pause = self._retry_s
         while self._pending and not self._try(self._write_once):
             if self._closing.is_set():
                 if time.monotonic() + pause > self._deadline:
@@ -237,7 +239,7 @@ class EventWriter:
                 time.sleep(pause)  # the last tries: nobody waits but `close`
             else:
                 self._closing.wait(pause)
-            pause = min(pause * 2, _RETRY_S[1])
+            pause = min(pause * 2, _MAX_RETRY_S)
 
     def _tell_of_drops(self) -> None:
         with self._lock:

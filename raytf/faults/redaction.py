@@ -13,22 +13,22 @@ __all__ = ["is_secret_name", "redact"]
 
 _HIDDEN = "***"
 _NAMES = (
-    r"(?:[A-Za-z0-9_]*(?:secret|password|passwd|passphrase|credentials?|private_?key"
+    r"(?:[A-Za-z0-9_]{0,40}(?:secret|password|passwd|passphrase|credentials?|private_?key"
     r"|access_?key(?:_?id)?|account_?key|api_?key|auth_?token|access_?token|session_?token"
     r"|refresh_?token|security_?token|sas_?token|client_?secret|connection_?string)"
-    r"|[A-Za-z0-9]*_token|pwd|token)"
+    r"|[A-Za-z0-9]{0,40}_token|pwd|token)"
 )
 _SECRET_NAME = re.compile(rf"{_NAMES}|authorization|cookie", re.IGNORECASE)
 
-# Each pattern keeps its groups "before" and "after". They are linear: `text` may be a long stack.
+# Each pattern keeps its group "before". Repetitions are bounded: `text` may be a long stack.
 _RULES = (
     # A name and password, or a token alone on http. A port is no password, and the container in
     # abfs://container@account is no user.
     re.compile(
-        r"(?P<before>\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)(?!\[)[^\s/:@\"'<>]*"
-        r":(?!\d+(?:[/?#\s,\"']|$))[^\s@\"'<>]*(?=@)"
+        r"(?P<before>\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)(?!\[)[^\s/:@\"'<>]{0,300}"
+        r":(?!\d+(?:[/?#\s,\"']|$))[^\s@\"'<>]{0,500}(?=@)"
     ),
-    re.compile(r"(?P<before>\bhttps?://)[^\s/:@\"'<>?#]+(?=@)", re.IGNORECASE),
+    re.compile(r"(?P<before>\bhttps?://)[^\s/:@\"'<>?#]{1,500}(?=@)", re.IGNORECASE),
     re.compile(
         r"(?P<before>[?&;](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|signature"
         rf"|AWSAccessKeyId|key|auth|code|{_NAMES})=)[^&;#\s\"'<>]+",
@@ -49,7 +49,7 @@ _RULES = (
         re.IGNORECASE,
     ),
     re.compile(
-        r"(?P<before>\b[A-Za-z0-9_]*(?:secret|password|passwd|access_key|api_key|account_key)"
+        r"(?P<before>\b[A-Za-z0-9_]{0,40}(?:secret|password|passwd|access_key|api_key|account_key)"
         r"\s{0,3}:\s{0,3})(?![\"'\s])[^\s,;]+",
         re.IGNORECASE,
     ),
