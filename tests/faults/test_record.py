@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytf.faults.record import VERSION, Event, Kind, event_line, from_line, to_line
@@ -33,6 +33,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["writer", "text", "n"]), PLAIN), st.sampled_from(Kind))
 def test_round_trip(fields: dict[str, object], kind: Kind) -> None:
     before = event(kind=kind, rank=1, node="ab12", pid=7, step=30, phase="step", fields=fields)
