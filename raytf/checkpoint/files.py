@@ -26,6 +26,12 @@ from typing import Any, TypeVar
 import numpy as np
 import tenacity
 
+from raytf.checkpoint.local_files import (
+    make_directories,
+    read_local,
+    sync_directory,
+    write_local,
+)
 from raytf.checkpoint.storage import Storage
 from raytf.checkpoint.transient import is_expired, is_transient
 from raytf.errors import RaytfError, StorageError
@@ -91,6 +97,9 @@ class Files:
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._is_local = storage.is_local
         self._is_object_store = bool(protocols & _OBJECT_STORES)
+        self._is_arrow = type(storage.fs).__module__ == "fsspec.implementations.arrow"
+        # Called between the pieces of a large local file with the seconds that the last one took.
+        self.pace: Callable[[float], None] | None = None
         # Threads win nothing on one disk, and make the order of writes hard to reason about.
         self._num_threads = 1 if self._is_local or storage.is_process_local else NUM_THREADS
 
@@ -116,8 +125,9 @@ class Files:
 
         def read(fs: Any, full: str) -> _Bytes:
             if self._is_local:
-                return _read_local(fs, full, start, stop, into)
-            if not self._is_object_store:  # the Arrow bridge cannot read a range with `cat_file`
+                return read_local(fs, full, start, stop, into)
+            # The Arrow bridge cannot read a range with `cat_file`, of an object store either.
+            if self._is_arrow or not self._is_object_store:
                 with fs.open(full, "rb") as file:
                     file.seek(start)
                     return np.frombuffer(bytearray(file.read(stop - start)), np.uint8)
@@ -143,7 +153,7 @@ class Files:
 
         def write(fs: Any, full: str) -> None:
             if self._is_local:
-                self._write_local(fs, full, pieces)
+                write_local(fs, full, pieces, self.pace)
             elif self._is_object_store:
                 # s3fs sends large bodies in parallel parts, but wants them as bytes.
                 fs.pipe_file(full, b"".join(pieces))
@@ -253,7 +263,7 @@ class Files:
             goal = self.absolute(target)
             if self._is_local:
                 os.replace(full, goal)
-                _sync_directory(os.path.dirname(goal))
+                sync_directory(os.path.dirname(goal))
             elif self._is_object_store:
                 fs.pipe_file(goal, fs.cat_file(full))
                 fs.rm_file(full)
@@ -280,7 +290,7 @@ class Files:
             except FileNotFoundError:
                 return
             if self._is_local:
-                _sync_directory(os.path.dirname(full))
+                sync_directory(os.path.dirname(full))
 
         self._call("delete", path, delete)
 
@@ -334,7 +344,7 @@ class Files:
         def once_more(fs: Any, full: str) -> None:
             parent = posixpath.dirname(full)
             if self._is_local:
-                _make_directories(parent)
+                make_directories(parent)
             else:
                 fs.makedirs(parent, exist_ok=True)
             try:
@@ -356,14 +366,6 @@ class Files:
             self.delete(path)
         except Exception as error:
             _log.warning("%s is left behind: %s", self.absolute(path), error)
-
-    def _write_local(self, fs: Any, full: str, pieces: Sequence[memoryview]) -> None:
-        with fs.open(full, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_directory(os.path.dirname(full))
 
     def _call(self, verb: str, path: str, function: Callable[[Any, str], _R]) -> _R:
         full = self.absolute(path)
@@ -411,39 +413,3 @@ class Files:
             args, options = old.storage_args, dict(old.storage_options)
             new = type(old)(*args, **{**options, "skip_instance_cache": True})
             self._storage = replace(self._storage, fs=new)
-
-
-def _read_local(fs: Any, path: str, start: int, stop: int, into: _Bytes | None) -> _Bytes:
-    """Straight into the array: `cat_file` would copy all bytes once more."""
-    with fs.open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        size = max(0, min(stop, size) - start)
-        data = np.empty(size, np.uint8) if into is None else into[:size]
-        file.seek(start)
-        view, done = data.data, 0
-        while done < data.size:
-            count = file.readinto(view[done:])
-            if not count:
-                break
-            done += count
-    return data[:done]
-
-
-def _make_directories(path: str) -> None:
-    """Makes a directory with its parents, and makes their names durable."""
-    made: list[str] = []
-    missing = path
-    while missing and not os.path.isdir(missing):
-        made.append(missing)
-        missing = os.path.dirname(missing)
-    os.makedirs(path, exist_ok=True)
-    for directory in made:
-        _sync_directory(os.path.dirname(directory))
-
-
-def _sync_directory(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

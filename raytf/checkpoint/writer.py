@@ -25,6 +25,8 @@ from raytf.errors import RaytfError, SupersededError
 __all__ = ["Outcome", "Peers", "Snapshot", "Writer"]
 
 MAX_SHARD_BYTES = 256 * 1024 * 1024
+_PAUSE = 5.0  # times what a piece took: writing takes a sixth of one core
+_MAX_PAUSE_S = 0.2
 logger = logging.getLogger("raytf")
 Images = list[Image]
 
@@ -124,6 +126,8 @@ class Writer:
         self._free: list[Images] = []
         self._made = 0
         self._closed = False
+        self._hurry = threading.Event()  # somebody waits for the save in flight
+        store.files.pace = self._pace
         self._known: dict[str, Part] = {}  # of the newest durable state, by `Slice.key`
         self._shards: dict[str, Shard] = {}  # that those parts lie in
         self._swept = False
@@ -163,6 +167,8 @@ class Writer:
         """Hands a filled snapshot over; returns at once."""
         with self._changed:
             self._waiting = snapshot
+            if self._in_flight is not None:
+                self._hurry.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="raytf-save", daemon=True)
                 self._thread.start()
@@ -173,6 +179,7 @@ class Writer:
         not come to pass in time.
         """
         with self._changed:
+            self._hurry.set()
             return self._changed.wait_for(
                 lambda: self._waiting is None and self._in_flight is None, timeout_s
             )
@@ -193,11 +200,20 @@ class Writer:
                 self._in_flight = snapshot
             if snapshot is None:
                 continue
-            self._done(self._save(snapshot))
+            try:
+                self._done(self._save(snapshot))
+            except Exception:  # of the listener: the thread must outlive it, or nobody saves
+                logger.exception("what was to be told of step %d got lost", snapshot.step)
             with self._changed:
+                if self._waiting is None:
+                    self._hurry.clear()
                 self._in_flight = None
                 self._free.append(snapshot.images)
                 self._changed.notify_all()
+
+    def _pace(self, seconds: float) -> None:
+        """Leaves the processor to training between two pieces of a file, unless somebody waits."""
+        self._hurry.wait(min(_PAUSE * seconds, _MAX_PAUSE_S))
 
     def _save(self, snapshot: Snapshot) -> Outcome:
         began = time.monotonic()

@@ -50,7 +50,9 @@ def write(
     """
     token = secrets.token_hex(4)
     fs.makedirs(path, exist_ok=True)
-    before = [entry for entry in fs.ls(path, detail=False)]
+    fs.invalidate_cache()
+    # An object store knows no empty directory: made a line above, and not there.
+    before = list(fs.ls(path, detail=False)) if fs.exists(path) else []
     weights = f"weights-{token}.safetensors"
     fs.pipe_file(f"{path}/{weights}", save(_named_weights(model)))
     index = {

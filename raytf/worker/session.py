@@ -255,7 +255,9 @@ class Trainee:
             params,
         )
 
-    def train(self, attempt: Attempt | None, formed: dict[str, int]) -> dict[str, Any]:
+    def train(
+        self, attempt: Attempt | None = None, formed: dict[str, int] | None = None
+    ) -> dict[str, Any]:
         """Trains; every rank returns the same.
 
         Args:
@@ -275,7 +277,7 @@ class Trainee:
             self.engine.models(self.model), self.links.is_chief, self.engine.saves_alone
         )
         callbacks, given = self._callbacks(spec.callbacks, spec.epochs, training.steps_per_epoch)
-        keeping, start = self._keeping(attempt, training, callbacks, formed)
+        keeping, start = self._keeping(attempt, training, callbacks, formed or {})
         loop = self._loop(validation, callbacks, given, training, **keeping)
         loop.announce(spec.epochs, spec.global_batch_size)
         metrics = loop.fit(spec.epochs, start, spec.validation_freq)
