@@ -5,12 +5,12 @@ nor Ray.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytf.checkpoint.storage import Storage
-from raytf.config import SaveConfig, TrainSpec
-from raytf.faults.drill import Kill
+from raytf.config import SaveConfig, TrainSpec, WatchConfig
+from raytf.faults.drill import Strike
 
 __all__ = ["Formation", "Job", "Links", "Origin", "RunPlace", "host_port"]
 
@@ -62,6 +62,9 @@ class RunPlace:
         num_best: how many of the best are kept, if `save.keep_best` says so.
         fingerprint: what must not change when a run is resumed.
         kills: faults to inject.
+        watch: what counts as a fault while training is alive.
+        skip: (epoch, step of the epoch) of batches that are left out, from 0. The count of steps
+            and the position go on over them, so all other batches are what they would have been.
         origin: what a run without own checkpoints starts from; None: from the beginning.
         go_on: whether training goes on although a callback had stopped it (more epochs were asked
             for).
@@ -74,7 +77,9 @@ class RunPlace:
     save: SaveConfig
     fingerprint: dict[str, Any]
     num_best: int = 1
-    kills: tuple[Kill, ...] = ()
+    kills: tuple[Strike, ...] = ()
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    skip: tuple[tuple[int, int], ...] = ()
     origin: Origin | None = None
     go_on: bool = False
 
@@ -129,6 +134,10 @@ class Links:
             came from.
         progress: `progress(record)`; never blocks and never fails; records are plain dicts.
         deliver: `deliver(key, value)`; hands a result (rows of predict, say) to the driver.
+        beat: `beat(record)`; a sign of life, about once a second and never on the training thread:
+            `phase` (of `phases.PHASES`), `step` (completed in the run), `since_s` (how long it has
+            been in this phase and step), and over the time since the last beat `seconds` (by
+            phase) and `steps`. Never fails.
     """
 
     rank: int
@@ -145,6 +154,7 @@ class Links:
     restored: Callable[[Storage], None]
     progress: Callable[[dict[str, Any]], None]
     deliver: Callable[[str, Any], None]
+    beat: Callable[[dict[str, Any]], None] = lambda record: None
 
     @property
     def is_chief(self) -> bool:
