@@ -33,6 +33,7 @@ __all__ = ["TENSORBOARD", "Board", "Point", "Points", "Rewind"]
 TENSORBOARD = "tensorboard"  # directory below a run's directory
 _CHATTY = frozenset({Kind.STEP_REACHED, Kind.PHASE, Kind.MESSAGE})
 _CHATTY_SHARE = 0.8
+_NEVER = 2**62  # a step that no run gets to
 _REOPEN_S = 10.0  # after a failed write, before the next is tried
 _log = logging.getLogger("raytf")
 
@@ -347,6 +348,11 @@ class _EventFile:
         proto = _module("proto.event_pb2")
         head = proto.Event(wall_time=clock.time(), file_version="brain.Event:2")
         writer.write(head.SerializeToString())
+        # TensorBoard takes the first mark it sees for the start of the run and obeys those behind
+        # it only. This one voids nothing, in whichever place it is read.
+        mark = proto.SessionLog(status=proto.SessionLog.START)
+        first = proto.Event(step=_NEVER, wall_time=clock.time(), session_log=mark)
+        writer.write(first.SerializeToString())
         return writer
 
     def flush(self) -> None:

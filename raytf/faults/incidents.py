@@ -281,17 +281,18 @@ def markdown_table(rows: Sequence[Incident], when: Any) -> str:
     """
     if not rows:
         return "Nothing has gone wrong so far."
-    head = ("when", "kind", "rank", "node", "step", "phase", "evidence", "decision", "cost")
+    head = ("when", "kind", "rank", "node", "phase", "evidence", "decision", "cost")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for row in reversed(rows):
         times = f" ({row.count} times)" if row.count > 1 else ""
+        phase = [row.phase] if row.phase else []
+        phase += [f"step {row.step}"] if row.step is not None else []
         cells = (
             when(row.time),
-            row.kind + times,
+            row.kind.replace("_", " ") + times,
             row.rank,
             row.node,
-            row.step,
-            row.phase,
+            ", ".join(phase),
             "; ".join(row.evidence),
             row.decision,
             row.cost,
