@@ -202,24 +202,30 @@ class CommunicationConfig:
         _check_int("CommunicationConfig.max_port_attempts", self.max_port_attempts, 1)
 
 
-_UNBUILT = {
-    "recovery": "recovery modes (RecoveryConfig)",
-    "watch": "the watchdog and NaN policy (WatchConfig)",
-}
-
-
-def refuse_unbuilt(**arguments: Any) -> None:
+def refuse_unbuilt(recovery: RecoveryConfig) -> None:
     """Refuses what is not built yet.
 
     Raises:
-        ConfigError: an argument is given whose capability this version does not have.
+        ConfigError: a capability is asked for that this version does not have.
     """
-    for name, value in arguments.items():
+    default = RecoveryConfig()
+    asked = {
+        "mode": recovery.mode if recovery.mode == "survivor" else None,
+        "spares": recovery.spares or None,
+        "shrink_after_s": _unlike(recovery.shrink_after_s, default.shrink_after_s),
+        "memory_every_steps": _unlike(recovery.memory_every_steps, default.memory_every_steps),
+        "max_in_place": _unlike(recovery.max_in_place, default.max_in_place),
+    }
+    for name, value in asked.items():
         if value is not None:
-            what = _UNBUILT[name]
             raise ConfigError(
-                f"{name}={value!r}: {what} is not built yet in this version. Leave {name} out."
+                f"RecoveryConfig({name}={value!r}): recovery within a living worker group is not "
+                "built yet in this version; workers are restarted together. Leave it out."
             )
+
+
+def _unlike(value: Any, default: Any) -> Any:
+    return None if value == default else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from ray.train import CheckpointConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
 from raytf.checkpoint.storage import FINAL, Storage, resolve
 from raytf.checkpoint.store import CheckpointStore
@@ -29,9 +29,11 @@ from raytf.cluster.origins import choose_step, resolve_origin
 from raytf.cluster.rows import in_row_order
 from raytf.cluster.run_options import take_options
 from raytf.cluster.run_place import Finished, open_run
+from raytf.cluster.run_watch import RunWatch
 from raytf.cluster.worker import Session
-from raytf.config import SaveConfig, TrainSpec
+from raytf.config import RecoveryConfig, SaveConfig, TrainSpec, WatchConfig
 from raytf.errors import ConfigError, NotFoundError
+from raytf.faults.policy import limits_from
 from raytf.progress import Display
 from raytf.result import RunResult
 from raytf.worker.links import Job
@@ -69,8 +71,10 @@ class KerasTrainer(GroupTrainer):
             is honoured where `save` says nothing about what to keep.
         save: `raytf.SaveConfig`: when checkpoints are written and which are kept. None: as often as
             costs 2 % of the time, and the last 3 are kept.
-        recovery: not built yet.
-        watch: not built yet.
+        recovery: `raytf.RecoveryConfig`: `mode="off"` stops at the first failure; survivor mode and
+            spares are not built yet.
+        watch: `raytf.WatchConfig`: limits of the watchdog, what to do about NaN, how often ranks
+            compare their state.
         drill: faults to inject, each once per run: `"kill rank=1 step=30 [phase=step]"`, several
             separated by `;`. Phases: data, step, copy, write, commit, validate, callback.
         **arguments: `validation_data`, `validation_freq`, `global_batch_size`, `epochs`,
@@ -92,8 +96,8 @@ class KerasTrainer(GroupTrainer):
         train_data: Any,
         *,
         save: SaveConfig | None = None,
-        recovery: Any = None,
-        watch: Any = None,
+        recovery: RecoveryConfig | None = None,
+        watch: WatchConfig | None = None,
         drill: str | None = None,
         resume_from: str | None = None,
         resume_strict: bool = True,
@@ -155,13 +159,15 @@ class KerasTrainer(GroupTrainer):
             self.spec,
             options.save,
             num_best=options.num_best,
+            watch=options.watch,
             kills=options.kills,
             origin=origin,
         ) as held:
             if held.finished is not None:
                 return self._finished(held.finished)
             output = (self.storage.fs, self.storage.join(FINAL).path)
-            run = self._shown(self, Job(spec=self.spec, output=output, place=held.place))
+            job = Job(spec=self.spec, output=output, place=held.place)
+            run = self._shown(self, job, watch=self._watch(held.place.attempt))
             return RunResult.from_run(
                 run.result,
                 run.outcome,
@@ -170,6 +176,24 @@ class KerasTrainer(GroupTrainer):
                 run.generations,
                 run.replayed_steps,
             )
+
+    def _watch(self, attempt: int) -> RunWatch:
+        failures = self.run_config.failure_config
+        limits = limits_from(
+            self.options.recovery,
+            self.options.watch,
+            max_failures=failures.max_failures,
+            max_preemption_failures=failures.max_preemption_failures,
+            is_default=failures == FailureConfig(),
+            num_workers=self.scaling_config.max_workers,
+        )
+        return RunWatch(
+            storage=self.storage,
+            run=str(self.run_config.name),
+            attempt=attempt,
+            limits=limits,
+            hang_timeout_s=self.options.watch.hang_timeout_s,
+        )
 
     def _finished(self, done: Finished) -> RunResult:
         reached = int(done.result.get("epochs", 0))
@@ -269,10 +293,15 @@ class KerasTrainer(GroupTrainer):
             place.remove()
 
     @staticmethod
-    def _shown(trainer: GroupTrainer, job: Job, collect: str | None = None) -> GroupRun:
+    def _shown(
+        trainer: GroupTrainer,
+        job: Job,
+        collect: str | None = None,
+        watch: RunWatch | None = None,
+    ) -> GroupRun:
         with Display(job.spec.verbose) as display:
             return trainer.run_job(
-                job, lambda records: display.update(records, time.monotonic()), collect
+                job, lambda records: display.update(records, time.monotonic()), collect, watch
             )
 
 

@@ -102,6 +102,10 @@ def close_run(run_actor: Any) -> None:
         groups = ray.get(run_actor.placement_groups.remote(), timeout=5)
     except RayError:
         groups = []  # the run actor is gone, then so is its node
+    try:
+        ray.get(run_actor.close.remote(), timeout=10)  # the event log's last lines
+    except RayError:
+        logging.getLogger("raytf").debug("the run actor did not close", exc_info=True)
     ray.kill(run_actor)
     _remove_placement_groups(groups)
 

@@ -111,7 +111,10 @@ def read_run_events(storage: Storage) -> EventList:
         storage: the run's directory.
     """
     place = storage.join(EVENTS)
-    return read_events(lambda: names(place), lambda name: place.read_bytes(name))
+    return read_events(
+        lambda: names(place),
+        lambda name, offset: bytes(place.fs.cat_file(place.join(name).path, start=offset)),
+    )
 
 
 def event_of(record: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]] | None:

@@ -10,6 +10,7 @@ hides the root.
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,17 @@ from raytf import errors
 from raytf.cluster.ranks import listed_ranks
 from raytf.errors import RaytfError, TrainingError
 
-__all__ = ["describe", "from_ray", "is_collateral", "merged", "plain", "root_of", "to_error"]
+__all__ = [
+    "describe",
+    "from_ray",
+    "is_collateral",
+    "merged",
+    "plain",
+    "root_of",
+    "said",
+    "to_error",
+    "with_decision",
+]
 
 _COLLATERAL_TYPES = {"AbortedError", "UnavailableError", "CancelledError", "DeadlineExceededError"}
 # Texts of TensorFlow 2.21's collective runtime and of gRPC when a peer went away.
@@ -190,6 +201,21 @@ def from_ray(error: BaseException, records: Sequence[dict[str, Any]]) -> RaytfEr
         error_type=_qualified(cause),
         traceback=_traceback_text(cause),
     )
+
+
+def said(fault: Mapping[str, Any]) -> str:
+    """A fault and its answer in one line, ids of nodes shortened to what tells them apart."""
+    summary, reason = str(fault["summary"]), str(fault["reason"])
+    text = reason if reason.startswith(summary) else f"{summary}. {reason}"
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{48}\b", r"\1", text)
+
+
+def with_decision(error: RaytfError, fault: Mapping[str, Any] | None) -> RaytfError:
+    """The same error with what the run made of it: what failed in one line, why it stops."""
+    if fault is None or fault["action"] != "stop":
+        return error
+    message = f"{error.message}\n\n{said(fault)}"
+    return type(error)(message, **{**error.context, "fault": fault["kind"]})
 
 
 def _death_record(rank: int, death: BaseException) -> dict[str, Any]:

@@ -28,11 +28,14 @@ from ray.train.v2.tensorflow.tensorflow_trainer import TensorflowTrainer
 from raytf.cluster import capacity, driver, local
 from raytf.cluster.backend import RaytfBackendConfig
 from raytf.cluster.controller import QuietScalingPolicy
-from raytf.cluster.failures import from_ray
+from raytf.cluster.failure_policy import AskingFailurePolicy, NodeExclusion
+from raytf.cluster.failures import from_ray, plain, said, with_decision
 from raytf.cluster.run_actor import create_run_actor, new_run_actor_name
+from raytf.cluster.run_watch import RunWatch
 from raytf.cluster.worker import Session, run_worker
 from raytf.config import CommunicationConfig
 from raytf.errors import DataError
+from raytf.faults.events import Kind
 from raytf.worker.links import Job
 
 __all__ = ["GroupRun", "GroupTrainer", "bundle_of"]
@@ -87,6 +90,8 @@ class GroupTrainer(TensorflowTrainer):
     ) -> None:
         self.communication = communication
         self._run_actor: Any = None
+        self._run_actor_name = ""
+        self._asks = False  # whether the run actor decides on retries
         self._has_autoscaler = True
         self._on_poll: Callable[[dict[str, Any]], None] = lambda answer: None
         self._worker_config: dict[str, Any] = {"session": session}
@@ -105,12 +110,14 @@ class GroupTrainer(TensorflowTrainer):
         job: Job,
         on_records: Callable[[list[dict[str, Any]]], None],
         collect: str | None = None,
+        watch: RunWatch | None = None,
     ) -> GroupRun:
         """Runs one job to its end.
 
         Args:
             on_records: gets the workers' progress records as they come.
             collect: key of `deliver` to fetch before the run is closed.
+            watch: events, retries and isolation of the run; None: Ray's own retries, and no log.
 
         Raises:
             RaytfError: the first root error of any worker, or why the group could not start.
@@ -122,19 +129,34 @@ class GroupTrainer(TensorflowTrainer):
             num_workers, bundle, str(self.scaling_config.placement_strategy)
         )
         name = new_run_actor_name(re.sub(r"[^\w.-]", "-", str(self.run_config.name)))
+        self._run_actor_name = name
         self._run_actor = create_run_actor(
             name,
             num_workers,
             startup_timeout_s=self.communication.startup_timeout_s,
             max_port_attempts=self.communication.max_port_attempts,
+            watch=watch,
         )
-        watch = _Watch(num_workers, bundle, on_records)
-        self._on_poll = watch
+        self._asks = watch is not None
+        progress = _Watch(num_workers, bundle, on_records)
+        self._on_poll = progress
+        self._event(Kind.ATTEMPT_STARTED, workers=num_workers, resources=bundle)
         try:
-            return self._run(job, name, watch, collect)
+            run = self._run(job, name, progress, collect)
+            result = _brief(run.outcome)
+            self._event(Kind.RUN_FINISHED, step=run.outcome.get("steps"), result=result)
+            return run
+        except BaseException as error:
+            self._event(Kind.ATTEMPT_ENDED, error=type(error).__name__, text=str(error)[:2000])
+            raise
         finally:
             driver.close_run(self._run_actor)
             self._run_actor = None
+
+    def _event(self, kind: Kind, **fields: Any) -> None:
+        """An event of the driver's, which the run actor writes; sent and forgotten."""
+        if self._asks:
+            self._run_actor.event.remote(str(kind), plain(fields))
 
     def _run(self, job: Job, name: str, watch: _Watch, collect: str | None) -> GroupRun:
         # Ray's context holds these two objects already, so that they go to the controller with it.
@@ -143,7 +165,7 @@ class GroupTrainer(TensorflowTrainer):
         try:
             result = DataParallelTrainer.fit(self)
         except (TrainingFailedError, RayError) as error:
-            raise from_ray(error, self._recorded_errors()) from error
+            raise with_decision(from_ray(error, self._recorded_errors()), watch.fault) from error
         finally:
             self._worker_config.pop("job", None)  # frees the data in the object store
         delivered: dict[int, list[Any]] = {}
@@ -164,11 +186,16 @@ class GroupTrainer(TensorflowTrainer):
         # serves Ray Data, which is not used.
         callbacks = super()._create_default_callbacks()
         unused = (PlacementGroupCleanerCallback, DatasetsCallback)
-        return [c for c in callbacks if not isinstance(c, unused)]
+        kept = [c for c in callbacks if not isinstance(c, unused)]
+        return [*kept, NodeExclusion(self._run_actor_name)] if self._asks else kept
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
         if not self._has_autoscaler:
             kwargs["scaling_policy"] = QuietScalingPolicy(self.scaling_config)
+        if self._asks:
+            kwargs["failure_policy"] = AskingFailurePolicy(
+                self.run_config.failure_config, self._run_actor_name
+            )
         return driver.run_controller(kwargs, self._run_actor, self._on_poll)
 
 
@@ -188,20 +215,36 @@ class _Watch:
         self._groups = 0
         self.generations = 0
         self.replayed_steps = 0
+        self.fault: dict[str, Any] | None = None
 
     def __call__(self, answer: dict[str, Any]) -> None:
         self.generations = answer["generations"]
         self.replayed_steps = answer["replayed_steps"]
-        if answer["groups"] > max(self._groups, 1):
-            why = answer["last_error"] or "a worker process died"
-            _log.warning("Ray restarts the workers (start %d): %s", answer["groups"], why)
+        self._say_faults(answer)
         self._groups = answer["groups"]
         if not answer["begun"] and not self._said:
             if time.monotonic() - self._began > _SAY_WAITING_AFTER_S:
                 self._said = True
                 free = {k: v for k, v in ray.available_resources().items() if ":" not in k}
                 _log.warning("waiting for room for %s; free in the cluster: %s", self._asked, free)
+        for record in answer["records"]:
+            if record.get("kind") == "log":
+                _log.debug("%s", record["line"])
         self._on_records(answer["records"])
+
+    def _say_faults(self, answer: dict[str, Any]) -> None:
+        fault = answer["fault"]
+        if fault is not None and fault != self.fault:
+            self.fault = fault
+            _log.warning("%s", said(fault))
+        elif fault is None and answer["groups"] > max(self._groups, 1):
+            why = answer["last_error"] or "a worker process died"
+            _log.warning("Ray restarts the workers (start %d): %s", answer["groups"], why)
+
+
+def _brief(outcome: dict[str, Any]) -> dict[str, Any]:
+    """A result without its history, which the events of its epochs tell."""
+    return {k: v for k, v in outcome.items() if k in ("metrics", "steps", "epochs", "threads")}
 
 
 def _put(job: Job) -> ray.ObjectRef:

@@ -64,6 +64,7 @@ def run_in_loop(
     set_worker_env(legacy_keras=spec.legacy_keras)
     name, actor = _shared_run_actor(spec, rank, num_workers, context.get_experiment_name())
     line = RunLine(actor, rank, name, lambda record: show(spec, record))
+    line.hello()
     storage = _run_storage(context)
     final = storage.join(FINAL)
     with contextlib.ExitStack() as stack:
@@ -97,6 +98,7 @@ def _held(
                 spec,
                 options.save,
                 num_best=options.num_best,
+                watch=options.watch,
                 kills=options.kills,
                 origin=None if origin is None else resolve_origin(origin, options.resume_strict),
             )

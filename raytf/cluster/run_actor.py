@@ -1,6 +1,7 @@
-"""The run actor: one light process per run where ranks meet, compare models and report.
+"""The run actor: one light process per run where ranks meet, report, and are watched over.
 
-Decides nothing itself: `rendezvous.Rendezvous` answers, the actor waits and wakes. Imports `ray`
+Decides nothing itself: `rendezvous.Rendezvous` says who forms a group, `supervisor.Supervisor` what
+a fault is and what is done about it; the actor waits, wakes, and carries out. Imports `ray`
 only (never `ray.train`: 1 s of start-up), holds no TensorFlow, and depends on nothing that Ray's
 controller does. All verbs take and return plain data; errors travel as records (`failures`), never
 as exceptions.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -17,21 +19,37 @@ from typing import Any
 
 import ray
 
+from raytf.cluster.event_log import event_of
 from raytf.cluster.failures import root_of
+from raytf.cluster.hang import Watchdog
+from raytf.cluster.ranks import listed_ranks
 from raytf.cluster.rendezvous import Rendezvous, Verdict, mismatch_text
+from raytf.cluster.run_watch import RunWatch
+from raytf.cluster.supervisor import Supervisor
+from raytf.faults.events import Kind, event_line
+from raytf.faults.nodes import NodeBook
+from raytf.faults.policy import Limits
 
 __all__ = ["NAMESPACE", "RunActor", "create_run_actor", "new_run_actor_name"]
 
 NAMESPACE = "raytf"
 _QUEUE = 2000  # progress records kept for a driver that looks away
 _DRIVER_GRACE_S = 5.0
+_WATCH_S = 1.0
+_STACKS_S = 5.0  # given to the ranks to send their stacks
 _SLICE_S = 1.0  # longest sleep of a waiting verb: limits are checked at least this often
 
 
 class RunActor:
     """State of one run; every verb is safe to call from many ranks at once."""
 
-    def __init__(self, num_workers: int, startup_timeout_s: float, max_port_attempts: int) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        startup_timeout_s: float,
+        max_port_attempts: int,
+        watch: RunWatch | None = None,
+    ) -> None:
         self._meeting = Rendezvous(
             num_workers=num_workers,
             startup_timeout_s=startup_timeout_s,
@@ -52,6 +70,29 @@ class RunActor:
         self._replayed = 0
         self._last_error: str | None = None  # of the group before
         self._placement: list[str] = []
+        self._watch = watch
+        self._log = None if watch is None else watch.open_log()
+        self._supervisor = Supervisor(
+            limits=Limits(num_workers=num_workers) if watch is None else watch.limits,
+            num_workers=num_workers,
+            attempt=0 if watch is None else watch.attempt,
+            emit=self._emit,
+            nodes=NodeBook() if watch is None else watch.read_nodes(),
+            watchdog=Watchdog(
+                timeout_s="auto" if watch is None else watch.hang_timeout_s, num_workers=num_workers
+            ),
+        )
+        self._asked_for_stacks: set[int] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    def _emit(self, kind: Kind, **fields: Any) -> None:
+        if self._log is None:
+            return
+        generation = self._meeting.generation or None
+        event = self._log.emit(kind, time.time(), **{"generation": generation, **fields})
+        self._records.append((self._cursor + 1, {"kind": "log", "line": event_line(event)}))
+        self._cursor += 1
+        self._wake()
 
     async def begin(self, group: str, placement_group: str | None = None) -> None:
         """A new set of worker processes starts: all of the old one is forgotten, errors too."""
@@ -67,6 +108,8 @@ class RunActor:
         root = root_of(self._errors)
         self._last_error = _echo(root)["message"] if root is not None else None
         self._errors, self._signatures, self._results, self._shared = [], {}, {}, {}
+        self._supervisor.begin()
+        self._asked_for_stacks = set()
         self._wake()
 
     async def join(self, rank: int, group: str, attempt: int, address: str) -> dict[str, Any]:
@@ -125,6 +168,86 @@ class RunActor:
             kind="failed", error={"type": "ModelMismatchError", "message": text, "context": {}}
         )
 
+    async def hello(self, rank: int, group: str, node: str, pid: int, handle: Any = None) -> None:
+        """A worker process says who it is; from then on it is watched."""
+        if group != self._meeting.group and self._meeting.is_new(group):
+            self._begin(group)
+        if group == self._meeting.group:
+            self._supervisor.hello(rank, node, pid, handle)
+            if self._watching is None and self._watch is not None:
+                self._watching = asyncio.ensure_future(self._watch_over())
+
+    async def beat(self, rank: int, group: str, told: dict[str, Any]) -> bool:
+        """A sign of life; the answer is whether the rank is to send its stacks."""
+        if group != self._meeting.group:
+            return False
+        self._supervisor.watchdog.heard(rank, told, time.monotonic())
+        self._reached = max(self._reached, int(told.get("step") or 0))
+        return rank in self._asked_for_stacks
+
+    async def stacks(self, rank: int, group: str, text: str) -> None:
+        """What a rank's threads are doing."""
+        if group == self._meeting.group:
+            self._asked_for_stacks.discard(rank)
+            self._supervisor.stacks(rank, text)
+            self._wake()
+
+    async def _watch_over(self) -> None:
+        """Looks for hangs, once a second, as long as the run lives."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            hang = self._supervisor.hang(time.monotonic())
+            if hang is None:
+                continue
+            group = self._meeting.group
+            self._emit(
+                Kind.MESSAGE,
+                rank=hang.ranks[0],
+                step=hang.step,
+                phase=hang.phase,
+                text=f"{listed_ranks(hang.ranks)} hang: {hang.text}; stacks are taken",
+            )
+            self._asked_for_stacks = set(range(self._num_workers))
+            deadline = time.monotonic() + _STACKS_S
+            while self._asked_for_stacks - set(hang.ranks) and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)
+            if group == self._meeting.group:
+                for handle in self._supervisor.handles(hang.ranks):
+                    ray.kill(handle)  # SIGKILL ends a stopped process, too
+
+    async def decide(
+        self, deaths: dict[int, str], preempted: list[int], startup: str | None
+    ) -> dict[str, Any]:
+        """For Ray's controller: what to do now that the group has ended; the decision as a dict."""
+        lost, capacity = await asyncio.to_thread(_cluster, self._num_workers)
+        decision = self._supervisor.decide(
+            deaths=deaths,
+            preempted=preempted,
+            lost_nodes=lost,
+            startup=startup,
+            reached=self._reached,
+            now=time.monotonic(),
+            wall=time.time(),
+            jitter=random.random(),
+            capacity=capacity,
+        )
+        if self._watch is not None:
+            await asyncio.to_thread(self._watch.write_nodes, self._supervisor.nodes)
+        return {"action": decision.action, "delay_s": decision.delay_s, "reason": decision.reason}
+
+    async def excluded_nodes(self) -> list[str]:
+        """Nodes that the next group has to avoid."""
+        return sorted(self._supervisor.nodes.excluded())
+
+    async def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Takes an event of the driver's."""
+        self._emit(Kind(kind), **fields)
+
+    async def close(self) -> None:
+        """Writes what is left of the log."""
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
+
     async def share(
         self, rank: int, group: str, key: str, value: Any, wait: bool = True
     ) -> dict[str, Any]:
@@ -182,6 +305,9 @@ class RunActor:
         """Takes a record; `after` is the call before it of the same worker, for their order."""
         self._cursor += 1
         self._records.append((self._cursor, record))
+        told = event_of(record)
+        if told is not None:
+            self._emit(told[0], **told[1])
         if record.get("kind") == "step":
             self._reached = max(self._reached, record["total_step"])
         elif record.get("kind") == "restored":
@@ -193,6 +319,7 @@ class RunActor:
         """Records a rank's error; one of a group that has been replaced is dropped."""
         if group == self._meeting.group or self._meeting.group is None:
             self._errors.append(record)
+            self._supervisor.error(rank, record, time.monotonic())
             # Survivors know best how far the group came: step records are sent now and then.
             self._reached = max(self._reached, record["context"].get("step") or 0)
             self._wake()
@@ -229,6 +356,20 @@ class RunActor:
             "last_error": self._last_error,
             "generations": self._meeting.generation,
             "replayed_steps": self._replayed,
+            "fault": self._last_fault(),
+        }
+
+    def _last_fault(self) -> dict[str, Any] | None:
+        if self._supervisor.last is None:
+            return None
+        fault, decision = self._supervisor.last
+        number = len(self._supervisor.history.past)
+        return {
+            "number": number,
+            "summary": fault.summary(),
+            "kind": str(fault.kind),
+            "action": decision.action,
+            "reason": decision.reason,
         }
 
     async def errors(self) -> list[dict[str, Any]]:
@@ -237,6 +378,14 @@ class RunActor:
 
     async def placement_groups(self) -> list[str]:
         return list(self._placement)
+
+
+def _cluster(num_workers: int) -> tuple[list[str], dict[str, int] | None]:
+    """Ids of nodes that are gone, and how many workers each living node could hold at most."""
+    nodes = ray.nodes()
+    lost = [node["NodeID"] for node in nodes if not node["Alive"]]
+    alive = {node["NodeID"]: num_workers for node in nodes if node["Alive"]}
+    return lost, alive or None
 
 
 def _echo(root: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +408,7 @@ def create_run_actor(
     *,
     startup_timeout_s: float,
     max_port_attempts: int,
+    watch: RunWatch | None = None,
 ) -> Any:
     """Starts the run actor and returns its handle at once; the process comes up meanwhile.
 
@@ -272,4 +422,4 @@ def create_run_actor(
         "num_cpus": 0,
         "max_concurrency": 1000,
     }
-    return cls.options(**options).remote(num_workers, startup_timeout_s, max_port_attempts)
+    return cls.options(**options).remote(num_workers, startup_timeout_s, max_port_attempts, watch)

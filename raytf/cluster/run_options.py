@@ -10,15 +10,14 @@ from typing import Any
 
 from ray.train import CheckpointConfig
 
-from raytf.config import SaveConfig, refuse_unbuilt
+from raytf.config import RecoveryConfig, SaveConfig, WatchConfig, refuse_unbuilt
 from raytf.errors import ConfigError
 from raytf.faults.drill import Kill, parse_drill
 
 __all__ = ["RunOptions", "take_options"]
 
 _KEEP_LAST = 3
-_LATER = ("recovery", "watch")
-_NAMES = ("save", "drill", "resume_from", "resume_strict")
+_NAMES = ("save", "recovery", "watch", "drill", "resume_from", "resume_strict")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +27,8 @@ class RunOptions:
     Attributes:
         save: effective: what is kept is always said.
         num_best: how many of the best are kept, if `save.keep_best` says so.
+        recovery: how the run goes on after a failure.
+        watch: what counts as one.
         kills: faults to inject.
         resume_from: where the state of a new run comes from, as the user wrote it.
         resume_strict: of `resume_from`.
@@ -35,6 +36,8 @@ class RunOptions:
 
     save: SaveConfig
     num_best: int = 1
+    recovery: RecoveryConfig = dataclasses.field(default_factory=RecoveryConfig)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     kills: tuple[Kill, ...] = ()
     resume_from: str | None = None
     resume_strict: bool = True
@@ -54,8 +57,15 @@ def take_options(
         ConfigError: a value cannot work, or is not built yet.
     """
     rest = dict(arguments)
-    refuse_unbuilt(**{name: rest.pop(name) for name in _LATER if name in rest})
-    save, drill, resume_from, strict = (rest.pop(name, None) for name in _NAMES)
+    save, recovery, watch, drill, resume_from, strict = (rest.pop(n, None) for n in _NAMES)
+    recovery = RecoveryConfig() if recovery is None else recovery
+    watch = WatchConfig() if watch is None else watch
+    if not isinstance(recovery, RecoveryConfig):
+        kind = type(recovery).__name__
+        raise ConfigError(f"recovery must be a raytf.RecoveryConfig. Received: {kind}.")
+    if not isinstance(watch, WatchConfig):
+        raise ConfigError(f"watch must be a raytf.WatchConfig. Received: {type(watch).__name__}.")
+    refuse_unbuilt(recovery)
     if save is not None and not isinstance(save, SaveConfig):
         raise ConfigError(f"save must be a raytf.SaveConfig. Received: {type(save).__name__}.")
     strict = True if strict is None else strict
@@ -74,6 +84,8 @@ def take_options(
     options = RunOptions(
         save=effective,
         num_best=num_best,
+        recovery=recovery,
+        watch=watch,
         kills=() if drill is None else parse_drill(drill, num_workers),
         resume_from=resume_from,
         resume_strict=strict,

@@ -20,7 +20,7 @@ from typing import Any
 from raytf.checkpoint.lease import Lease
 from raytf.checkpoint.storage import FINAL, Storage
 from raytf.checkpoint.store import CheckpointStore
-from raytf.config import SaveConfig, TrainSpec
+from raytf.config import SaveConfig, TrainSpec, WatchConfig
 from raytf.data import is_factory
 from raytf.data.fingerprint import describe
 from raytf.errors import ConfigError, StorageError
@@ -103,6 +103,7 @@ def open_run(
     save: SaveConfig,
     *,
     num_best: int = 1,
+    watch: WatchConfig | None = None,
     kills: tuple[Kill, ...] = (),
     origin: Origin | None = None,
 ) -> Iterator[OpenRun]:
@@ -113,6 +114,7 @@ def open_run(
         spec: checked, with sources.
         save: effective settings.
         num_best: how many of the best `save.keep_best` keeps.
+        watch: what counts as a fault while training is alive.
         kills: faults to inject.
         origin: what a new run starts from.
 
@@ -136,6 +138,7 @@ def open_run(
             owner=lease.owner,
             save=save,
             num_best=num_best,
+            watch=watch or WatchConfig(),
             fingerprint=mine,
             kills=kills,
             origin=origin,

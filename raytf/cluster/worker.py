@@ -27,6 +27,7 @@ from raytf.worker.links import Formation, Job, Links
 __all__ = ["RunLine", "Session", "run_session", "run_worker", "set_ray_checkpoint"]
 
 Session = Callable[[Job, Links], dict[str, Any]]
+_BEAT_S = 10.0
 _PROGRESS_EVERY_S = 0.2  # step records of one worker; the driver draws 10 a second at most
 
 
@@ -43,6 +44,7 @@ def run_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     context = ray.train.get_context()
     actor = ray.get_actor(config["run_actor"], namespace=NAMESPACE)
     line = RunLine(actor, context.get_world_rank(), os.environ[GROUP_ENV])
+    line.hello()
     outcome = run_session(
         lambda: ray.get(config["job"][0]),
         lambda: make_links(line, context.get_world_size()),
@@ -68,6 +70,7 @@ def make_links(line: RunLine, num_workers: int) -> Links:
         share=line.share,
         post=line.post,
         restored=set_ray_checkpoint,
+        beat=line.beat,
         progress=line.progress,
         deliver=line.deliver,
     )
@@ -142,6 +145,31 @@ class RunLine:
     def _send_to_actor(self, record: dict[str, Any]) -> None:
         # An async actor may run calls of one caller out of order; each waits for the one before.
         self._last_sent = self._actor.progress.remote(record, self._last_sent)
+
+    def hello(self) -> None:
+        """Says which process this rank is; sent and forgotten."""
+        context = ray.get_runtime_context()
+        try:
+            handle = context.current_actor
+        except RuntimeError:
+            handle = None  # no actor: then nobody can end it from outside
+        self._actor.hello.remote(self.rank, self.group, context.get_node_id(), os.getpid(), handle)
+
+    def beat(self, told: dict[str, Any]) -> None:
+        """A sign of life from a thread that is not the training's; sends the stacks if asked to.
+
+        Never raises: without the run actor, the training thread finds out by itself.
+        """
+        try:
+            wants_stacks = ray.get(
+                self._actor.beat.remote(self.rank, self.group, plain(told)), timeout=_BEAT_S
+            )
+            if wants_stacks:
+                from raytf.worker.stacks import stacks  # loads nothing that is not loaded
+
+                self._actor.stacks.remote(self.rank, self.group, stacks())
+        except Exception:
+            logging.getLogger(__name__).debug("beat lost", exc_info=True)
 
     def join(self, address: str, attempt: int) -> Formation:
         answer = self._ask(self._actor.join.remote(self.rank, self.group, attempt, address))
