@@ -42,8 +42,8 @@ _NOTICED = {
     str(Kind.DRAIN_NOTICED): "got notice that its node will go",
     DRIVER_LOST: "went silent: the driver, or all of the run, was gone",
 }
-_SPOKEN = ("text", "error", "message", "headline", "reason")  # fields that hold a sentence
-_TRACES = ("root_text", "traceback", "stack")  # fields that hold a long text
+_SPOKEN = ("summary", "error", "text", "reason")  # fields that hold a sentence
+_TRACES = ("root_text", "traceback", "text")  # fields that hold a long text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Incident:
         cost_s: seconds from the fault to the first step after it; None while it stands.
         lost_steps: completed steps whose result was gone.
         count: how often in a row it was seen.
-        ended_run: whether the run ended with it.
+        ended: whether the attempt ended with it.
     """
 
     time: float
@@ -80,7 +80,7 @@ class Incident:
     cost_s: float | None = None
     lost_steps: int = 0
     count: int = 1
-    ended_run: bool = False
+    ended: bool = False
 
     @property
     def where(self) -> str:
@@ -100,8 +100,8 @@ class Incident:
         """`12.3 s, 5 steps lost`, or what there is to say instead."""
         if not self.stopped:
             return "none"
-        if self.ended_run:
-            return "the run ended"
+        if self.ended:
+            return "the attempt ended"
         if self.cost_s is None:
             return "stands still since"
         lost = f", {self.lost_steps} steps lost" if self.lost_steps else ""
@@ -111,7 +111,7 @@ class Incident:
         """Plain values; stacks are left out (`raytf events` has them)."""
         names = ("time", "attempt", "kind", "rank", "node", "pid", "step", "phase", "decision")
         told: dict[str, Any] = {name: getattr(self, name) for name in names}
-        rest = ("stopped", "cost_s", "lost_steps", "count", "ended_run")
+        rest = ("stopped", "cost_s", "lost_steps", "count", "ended")
         return told | {"evidence": list(self.evidence)} | {n: getattr(self, n) for n in rest}
 
 
@@ -166,12 +166,10 @@ class Incidents:
             self._went_back(event.step)  # nobody told of the restore
             self._reached = event.step
             self._close(event.time)
-        elif kind is Kind.ATTEMPT_ENDED:
-            self._ended = True
-        elif kind is Kind.RUN_FINISHED:
+        elif kind in (Kind.ATTEMPT_ENDED, Kind.RUN_FINISHED):
             self._ended = True
             for index in self._open:
-                self._rows[index] = replace(self._rows[index], ended_run=True)
+                self._rows[index] = replace(self._rows[index], ended=True)
             self._close(event.time)
         self._latest = max(self._latest, event.time)
         return before != (len(self._rows), tuple(self._open), self._rows[-1:])
@@ -194,7 +192,7 @@ class Incidents:
 
     def _failed(self, event: Event) -> None:
         fault = _mapping(event.fields.get("fault"))
-        told = fault.get("kind")
+        told = fault.get("kind", event.fields.get("fault"))
         kind = told if isinstance(told, str) else str(_KIND_OF[Kind(event.kind)])
         row = Incident(
             time=event.time,
@@ -246,8 +244,8 @@ class Incidents:
         self._rows.append(row)
 
     def _decided(self, event: Event) -> None:
-        action = str(event.fields.get("action", ""))
-        reason = str(event.fields.get("reason", ""))
+        action = str(event.fields.get("action") or "")
+        reason = str(event.fields.get("reason") or "")
         text = ": ".join(part for part in (action.replace("_", " "), reason) if part)
         for index in self._open:
             if not self._rows[index].decision:
@@ -259,10 +257,10 @@ class Incidents:
 
     def _went_back(self, step: int) -> None:
         lost = max(0, self._reached - step)
-        if lost and self._open:
-            first = self._open[0]
-            row = self._rows[first]
-            self._rows[first] = replace(row, lost_steps=row.lost_steps + lost)
+        ended = [i for i, row in enumerate(self._rows) if row.ended]
+        if lost and (to_blame := self._open[:1] or ended[-1:]):
+            row = self._rows[to_blame[0]]
+            self._rows[to_blame[0]] = replace(row, lost_steps=row.lost_steps + lost)
         self._reached = step
 
     def _close(self, time: float) -> None:
@@ -345,7 +343,7 @@ def _stacks(fields: Mapping[str, Any], fault: Mapping[str, Any]) -> tuple[tuple[
     for given in (fault, fields):
         for name in _TRACES:
             text = given.get(name)
-            if isinstance(text, str) and text.strip():
+            if isinstance(text, str) and (name != "text" or "\n" in text.strip()):
                 found.append(("what it said", text))
     stacks = fields.get("stacks")
     for rank, text in _mapping(stacks).items():

@@ -42,16 +42,17 @@ class Log:
         self.attempt, self.step = attempt, at_step
         shape = {"epochs": EPOCHS, "steps_per_epoch": STEPS_PER_EPOCH, "global_batch_size": BATCH}
         if attempt == 1:
-            self.add(Kind.RUN_STARTED, after_s, "driver", num_workers=2)
+            self.add(Kind.RUN_STARTED, after_s)
             after_s = 0.0
-        self.add(Kind.ATTEMPT_STARTED, after_s, "driver", num_workers=2, **shape)
-        return self.group(1, at_step)
+        self.add(Kind.ATTEMPT_STARTED, after_s, workers=2, resources={"CPU": 1.0})
+        self.group(attempt, at_step)
+        return self.add(Kind.WORKER_READY, rank=0, node="node-0", **shape)
 
     def group(self, generation: int, at_step: int, after_s: float = 6.0) -> Log:
         for rank in (0, 1):
             where = {"rank": rank, "node": f"node-{rank}", "pid": 1000 + rank}
             self.add(Kind.WORKER_STARTED, after_s / 3, **where)
-        self.add(Kind.GENERATION_FORMED, after_s / 3, generation=generation, num_workers=2)
+        self.add(Kind.GENERATION_FORMED, after_s / 3, generation=generation, workers=2)
         self.step = at_step
         if at_step:
             self.add(Kind.RESTORED, 0.4, step=at_step, source="store", rank=0)
@@ -105,13 +106,15 @@ class Log:
     def loss(self) -> float:
         return 2.3 * math.exp(-self.step / 60) + 0.02 * math.sin(self.step)
 
-    def finish(self, **fields: Any) -> Log:
-        self.add(Kind.ATTEMPT_ENDED, 0.5, "driver", **fields)
-        return self.add(Kind.RUN_FINISHED, 0.1, "driver", step=self.step, **fields)
+    def finish(self, error: str | None = None, text: str = "") -> Log:
+        if error is not None:
+            return self.add(Kind.ATTEMPT_ENDED, 0.5, error=error, text=text)
+        result = {"steps": self.step, "metrics": {"loss": self.loss(), "val_loss": self.loss()}}
+        return self.add(Kind.RUN_FINISHED, 0.5, step=self.step, result=result)
 
 
 def unbroken() -> Log:
-    return Log().begin(1).train(EPOCHS * STEPS_PER_EPOCH).finish(state="FINISHED")
+    return Log().begin(1).train(EPOCHS * STEPS_PER_EPOCH).finish()
 
 
 def killed() -> Log:
@@ -126,8 +129,12 @@ def killed() -> Log:
         step=137,
         phase="step",
         detect_s=0.3,
-        fault={"kind": "killed", "rank": 1, "node": "node-1", "evidence": ["exit signal 9"]},
+        fault="killed",
+        summary="rank 1 on node node-1 was killed at step 137 (phase step)",
         evidence=["the process is gone", "exit signal 9"],
+        victims=[0],
+        error_type=None,
+        text="",
     )
     log.add(
         Kind.DECISION,
@@ -137,12 +144,12 @@ def killed() -> Log:
         counts_as="failure",
         delay_s=1.0,
     )
-    return log.group(2, 125).train(EPOCHS * STEPS_PER_EPOCH).finish(state="FINISHED")
+    return log.group(2, 125).train(EPOCHS * STEPS_PER_EPOCH).finish()
 
 
 def driver_death() -> Log:
     """The driver dies at step 80 and is started again ten minutes later; it goes on from 75."""
-    return Log().begin(1).train(80).begin(2, 75, 600.0).train(200).finish(state="FINISHED")
+    return Log().begin(1).train(80).begin(2, 75, 600.0).train(200).finish()
 
 
 def hang(is_over: bool = True) -> Log:
@@ -156,6 +163,8 @@ def hang(is_over: bool = True) -> Log:
         step=60,
         phase="data",
         detect_s=31.0,
+        fault="hang",
+        text="no progress",
         evidence=["no progress for 31.0 s (limit 30.0 s)", "rank 1 waits in the collective"],
         stacks={
             "0": 'File "train.py", line 12 in slow_map\n  File "loop.py", line 9 in run',
@@ -164,7 +173,7 @@ def hang(is_over: bool = True) -> Log:
     )
     log.add(Kind.DECISION, 0.1, action="replace", reason="rank 0 hung: it is replaced")
     if is_over:
-        log.group(2, 50).train(200).finish(state="FINISHED")
+        log.group(2, 50).train(200).finish()
     return log
 
 
@@ -173,9 +182,9 @@ def nan() -> Log:
     log = Log().begin(1).train(42)
     bad = {"loss": math.nan, "accuracy": 0.1}
     log.add(Kind.STEP_REACHED, 0.05, rank=0, step=43, epoch=0, logs=bad, examples_per_s=1000.0)
-    log.add(Kind.NAN_DETECTED, 0.0, rank=0, node="node-0", step=43, phase="step", detect_s=0.0)
+    log.add(Kind.NAN_DETECTED, 0.0, rank=0, node="node-0", step=43, phase="step", fault="nan")
     log.add(Kind.DECISION, 0.0, action="stop", reason='the loss is no number (on_nan="stop")')
-    return log.finish(state="ERRORED", error="the loss is no number at step 43")
+    return log.finish("TrainingError", "the loss is no number at step 43")
 
 
 def storage_failures() -> Log:
@@ -184,7 +193,7 @@ def storage_failures() -> Log:
     for _ in range(3):
         log.add(Kind.CHECKPOINT_FAILED, 1.0, step=70, error="503 Slow Down", seconds=1.0)
     log.add(Kind.STRAGGLER_DETECTED, 1.0, rank=1, node="node-1", phase="data", share=1.8)
-    return log.train(200).finish(state="FINISHED")
+    return log.train(200).finish()
 
 
 def hostile() -> Log:
@@ -198,14 +207,15 @@ def hostile() -> Log:
         step=55,
         phase=HOSTILE,
         evidence=[HOSTILE],
-        root_text=HOSTILE,
+        text=f"{HOSTILE}\n{HOSTILE}",
+        summary=HOSTILE,
         stacks={HOSTILE: HOSTILE},
-        fault={"kind": HOSTILE, "evidence": HOSTILE},
+        fault=HOSTILE,
     )
     log.add(Kind.DECISION, 0.0, action=HOSTILE, reason=HOSTILE)
     log.add(Kind.STEP_REACHED, 1.0, rank=0, step=56, epoch=1, logs={HOSTILE: 1.0, "loss": HOSTILE})
     log.add(Kind.EPOCH_ENDED, 1.0, step=57, epoch=1, logs={HOSTILE: 1.0})
-    return log.finish(state=HOSTILE, error=HOSTILE)
+    return log.finish(HOSTILE, HOSTILE)
 
 
 ALL = {
