@@ -178,7 +178,7 @@ class KerasTrainer(GroupTrainer):
             )
 
     def _watch(self, attempt: int) -> RunWatch:
-        failures = self.run_config.failure_config
+        failures = self.run_config.failure_config or FailureConfig()
         limits = limits_from(
             self.options.recovery,
             self.options.watch,

@@ -321,18 +321,15 @@ class Writer:
         for state in own:
             if state not in distinct:
                 distinct.append(state)
-        manifest = Manifest(
-            **{
-                **snapshot.head,
-                "tensors": tensors,
-                "shards": tuple(shards.values()),
-                "state": {
-                    **snapshot.head.get("state", {}),
-                    "own": distinct,
-                    "own_of_rank": [distinct.index(state) for state in own],
-                },
-            }
-        )
+        fields: dict[str, Any] = dict(snapshot.head)
+        fields["tensors"] = tensors
+        fields["shards"] = tuple(shards.values())
+        fields["state"] = {
+            **fields["state"],
+            "own": distinct,
+            "own_of_rank": [distinct.index(state) for state in own],
+        }
+        manifest = Manifest(**fields)
         try:
             self._at("commit", snapshot.step)
             is_new = self._store.commit(manifest, self._may_commit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -59,7 +59,7 @@ class AskingFailurePolicy(DefaultFailurePolicy):
         try:
             actor = ray.get_actor(self._run_actor, namespace=NAMESPACE)
             question = actor.decide.remote(*described(training_failed_error))
-            answer: dict[str, Any] = ray.get(question, timeout=_TIMEOUT_S)
+            answer = cast("dict[str, Any]", ray.get(question, timeout=_TIMEOUT_S))
         except (RayError, ValueError, TimeoutError):
             _log.warning("the run actor does not answer; Ray's own policy decides", exc_info=True)
             return super().make_decision(training_failed_error)
@@ -85,7 +85,8 @@ class NodeExclusion(ControllerCallback):
         """The user's selector with the excluded nodes added; None if there are none."""
         try:
             actor = ray.get_actor(self._run_actor, namespace=NAMESPACE)
-            excluded = ray.get(actor.excluded_nodes.remote(), timeout=_TIMEOUT_S)
+            asked = ray.get(actor.excluded_nodes.remote(), timeout=_TIMEOUT_S)
+            excluded = cast("list[str]", asked)
         except (RayError, ValueError, TimeoutError):
             _log.warning("the run actor does not answer; no node is excluded", exc_info=True)
             return None

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
-from ray.train import RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 
 # Read in Ray 2.60: this module imports no TensorFlow, its class's constructor does.
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -194,7 +194,7 @@ class GroupTrainer(TensorflowTrainer):
             kwargs["scaling_policy"] = QuietScalingPolicy(self.scaling_config)
         if self._asks:
             kwargs["failure_policy"] = AskingFailurePolicy(
-                self.run_config.failure_config, self._run_actor_name
+                self.run_config.failure_config or FailureConfig(), self._run_actor_name
             )
         return driver.run_controller(kwargs, self._run_actor, self._on_poll)
 

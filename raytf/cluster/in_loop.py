@@ -68,8 +68,8 @@ def run_in_loop(
     storage = _run_storage(context)
     final = storage.join(FINAL)
     with contextlib.ExitStack() as stack:
-        held = _held(stack, storage, spec, options) if rank == 0 else None
-        held = ray.train.collective.broadcast_from_rank_zero(held)
+        mine = _held(stack, storage, spec, options) if rank == 0 else None
+        held: Any = ray.train.collective.broadcast_from_rank_zero(mine)
         if isinstance(held, dict):  # an error record: all ranks raise it
             raise to_error(held)
         if held.finished is not None:

@@ -29,11 +29,14 @@ from raytf.worker.callback_state import CallbackStates
 from raytf.worker.callbacks import Agreement
 from raytf.worker.engine import Engine
 from raytf.worker.foreign import load_foreign
+from raytf.worker.health import Health, Poison
 from raytf.worker.links import Links, RunPlace
+from raytf.worker.phases import Phases
 from raytf.worker.preflight import check_space, check_store
 from raytf.worker.restoring import Restored, Restorer
 from raytf.worker.saving import Place, Saver
 from raytf.worker.state import RankState, Variables
+from raytf.worker.watch import Digests, NoWatch, Watch
 
 __all__ = ["Attempt"]
 
@@ -50,13 +53,15 @@ class Attempt:
         place: of the run.
         spec: the run.
         links: of this rank.
+        phases: of this rank's training thread.
 
     Raises:
         StorageError: the store is not one place that all ranks can use.
     """
 
-    def __init__(self, place: RunPlace, spec: TrainSpec, links: Links) -> None:
+    def __init__(self, place: RunPlace, spec: TrainSpec, links: Links, phases: Phases) -> None:
         self._place = place
+        self._phases = phases
         self._spec = spec
         self._links = links
         check_store(place.storage, links)
@@ -67,6 +72,7 @@ class Attempt:
             links.rank,
             has_fired=lambda kill: drills.exists(kill),
             mark_fired=lambda kill: drills.write_bytes(b"", kill),
+            num_workers=links.num_workers,
         )
         self._restorer = Restorer(place, self._store, links, self._say)
         self._restored: Restored | None = None
@@ -75,11 +81,25 @@ class Attempt:
         self._rate: list[float] = []  # as build_model compiled it
         self._new_rate: list[float] = []  # to be set instead of the old state's
         self.start = Place(epoch=spec.initial_epoch)
+        self.watch: Watch | NoWatch = NoWatch()
 
     @property
     def threads(self) -> int | None:
         """TensorFlow's threads that the run began with; None: this is its beginning."""
         return self._restorer.threads
+
+    @property
+    def left_out(self) -> tuple[tuple[int, int], ...]:
+        """(epoch, step) of batches that are not trained on."""
+        return self._place.skip
+
+    def prepare(self, steps: Any) -> None:
+        """Puts into the steps, before they are traced, what the watch and the drill need there."""
+        if self._place.watch.on_nan != "ignore":
+            steps.health = Health()
+        if self._injector.wants("nan"):
+            poison = steps.poison = Poison(steps.counter)
+            self._injector.teach("nan", lambda strike: poison.next_step())
 
     def _say(self, text: str) -> None:
         if self._links.is_chief:
@@ -180,16 +200,30 @@ class Attempt:
         variables: Variables,
         callbacks: CallbackStates,
         agreement: Agreement,
+        health: Health | None,
+        rows: Callable[[int, int], Any],
         generation: int,
         threads: int,
     ) -> Saver:
-        """Makes the saver; called when the callbacks are there and before `on_train_begin`."""
+        """Makes the saver and the watch; called when the callbacks are there and before
+        `on_train_begin`.
+        """
         links, place = self._links, self._place
         state = RankState(
             variables,
             callbacks,
             links.rank,
             links.num_workers,
+        )
+        common = {name: c.variable for name, c in variables.cells.items() if not c.alone}
+        self.watch = Watch(
+            config=place.watch,
+            agreement=agreement,
+            rank=links.rank,
+            num_ranks=links.num_workers,
+            health=health,
+            bits=Digests(common),
+            rows=rows,
         )
         rule = place.save
         writer = Writer(
@@ -220,6 +254,8 @@ class Attempt:
             seed=self._spec.seed,
             at=self._injector.at,
             tell=links.progress,
+            check=self.watch.before_save,
+            phases=self._phases,
         )
         self._state, self._saver = state, saver
         restored = self._restored
@@ -287,7 +323,8 @@ class Attempt:
     def during(self, phase: str, step: int) -> Iterator[None]:
         """A drill for this phase strikes while the block runs."""
         if self._injector.pending(phase):
-            timer = threading.Timer(_STRIKE_S, self._injector.at, (phase, step))
+            self._injector.at(phase, step, sudden=False)
+            timer = threading.Timer(_STRIKE_S, self._injector.at, (phase, step, True))
             timer.daemon = True
             timer.start()
         yield

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.errors import ConfigError
+from raytf.worker.phases import Phases
 
 __all__ = ["Agreement", "is_chief_only", "make_callbacks", "save_on_chief_only", "wants_batches"]
 
@@ -148,11 +149,17 @@ class Agreement:
         strategy: of the group.
         rank: this rank.
         sum_over_ranks: sums a tensor over ranks inside `strategy.run`.
+        phases: told that this rank waits for the others.
     """
 
     def __init__(
-        self, strategy: Any, rank: int, sum_over_ranks: Callable[[tf.Tensor], tf.Tensor]
+        self,
+        strategy: Any,
+        rank: int,
+        sum_over_ranks: Callable[[tf.Tensor], tf.Tensor],
+        phases: Phases | None = None,
     ) -> None:
+        self._phases = phases or Phases()
         self._alone = strategy.num_replicas_in_sync == 1
         self._rank = rank
 
@@ -173,7 +180,8 @@ class Agreement:
         """The sums over ranks of a few numbers (float64)."""
         if self._alone:
             return np.asarray(values, np.float64)
-        return self._sums(tf.constant(values, tf.float64)).numpy()
+        with self._phases.during("wait"):
+            return self._sums(tf.constant(values, tf.float64)).numpy()
 
     def exchange(self, words: np.ndarray) -> np.ndarray:
         """The sum over ranks of an int32 array (n,), of the same n on all; wraps around."""
@@ -184,7 +192,8 @@ class Agreement:
             piece = words[start : start + _EXCHANGE_WORDS]
             full = np.zeros(_EXCHANGE_WORDS, np.int32)  # one shape, so one trace
             full[: len(piece)] = piece
-            pieces.append(self._words(tf.constant(full)).numpy()[: len(piece)])
+            with self._phases.during("wait"):
+                pieces.append(self._words(tf.constant(full)).numpy()[: len(piece)])
         return np.concatenate(pieces) if pieces else words
 
     def chief(self, values: list[float]) -> np.ndarray:

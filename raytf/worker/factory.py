@@ -8,7 +8,8 @@ together, with the counts in the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +18,7 @@ from raytf.errors import DataError
 from raytf.worker.callbacks import Agreement
 from raytf.worker.feeding import Compiled, Execution
 from raytf.worker.links import Links
+from raytf.worker.phases import Phases
 
 __all__ = ["FactoryExecutions"]
 
@@ -29,6 +31,9 @@ class FactoryExecutions:
         step: `step(data, share)`.
         agreement: to count over ranks.
         links: this rank's seat.
+        phases: told when a batch is waited for.
+        fetch: see `feeding.Executor`.
+        left_out: (epoch, step) of batches that are read and left out.
     """
 
     def __init__(
@@ -37,12 +42,22 @@ class FactoryExecutions:
         step: Callable[[Any, Any], Any],
         agreement: Agreement,
         links: Links,
+        phases: Phases | None = None,
+        fetch: Callable[[Callable[[], Any]], Any] = lambda get: get(),
+        left_out: Collection[tuple[int, int]] = (),
     ) -> None:
         self._dataset = dataset
         self._agreement = agreement
         self._links = links
         self.steps_per_epoch: int | None = None
-        self._step = Compiled(step, reduce_retracing=True)
+        self._phases = phases or Phases()
+        self._left_out = frozenset(left_out)
+
+        def one(batch: Any, share: Any) -> None:
+            self._phases.enter("compile")  # which runs while it is traced, and only then
+            step(fetch(lambda: batch), share)
+
+        self._step = Compiled(one, reduce_retracing=True)
 
     def epoch(self, epoch: int, first: int) -> Iterator[Execution]:
         """Executions until every rank's dataset has ended.
@@ -56,7 +71,10 @@ class FactoryExecutions:
         """
         number = first
         for batch in self._agreed_batches(epoch, first):
-            yield batch(number)
+            execution = batch(number)
+            if (epoch, number) in self._left_out:
+                execution = replace(execution, run=lambda: None, is_left_out=True)
+            yield execution
             number += 1
         self.steps_per_epoch = number
 
@@ -88,10 +106,14 @@ class FactoryExecutions:
             steps += 1
             yield self._execution(batch, rows, int(total))
 
-    @staticmethod
-    def _with_end(dataset: tf.data.Dataset) -> Iterator[Any]:
-        yield from dataset
-        yield None
+    def _with_end(self, dataset: tf.data.Dataset) -> Iterator[Any]:
+        batches = iter(dataset)
+        while True:
+            with self._phases.during("data"):
+                batch = next(batches, None)
+            yield batch
+            if batch is None:
+                return
 
     def _execution(self, batch: Any, rows: int, total: int) -> Callable[[int], Execution]:
         share = tf.constant(rows / total, tf.float32)

@@ -7,7 +7,7 @@ steps on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,12 +24,16 @@ _MAX_TRACES = 10  # optimizers that an own train_step may still have to build, a
 
 @dataclass(frozen=True)
 class Execution:
-    """Steps `first` to `last` of an epoch in one call; `rows` of the global batches in it."""
+    """Steps `first` to `last` of an epoch in one call; `rows` of the global batches in it.
+
+    One that is left out only counts them.
+    """
 
     first: int
     last: int
     rows: int
     run: Callable[[], Any]
+    is_left_out: bool = False
 
 
 class Executions(Protocol):
@@ -56,15 +60,25 @@ class Executor:
 
     Args:
         step: `step(data, share)`, traced once per shape.
+        fetch: calls its argument, which takes a batch; in the graph.
+        tracing: called whenever a step is traced.
     """
 
-    def __init__(self, step: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self,
+        step: Callable[[Any, Any], Any],
+        fetch: Callable[[Callable[[], Any]], Any] = lambda get: get(),
+        tracing: Callable[[], None] = lambda: None,
+    ) -> None:
         def one(iterator: Any, share: float) -> None:
-            step(next(iterator), share)
+            tracing()
+            step(fetch(lambda: next(iterator)), share)
 
         def several(iterator: Any, share: float, number: tf.Tensor) -> None:
+            tracing()
+
             def body(i: tf.Tensor) -> tf.Tensor:
-                step(next(iterator), share)
+                step(fetch(lambda: next(iterator)), share)
                 return i + 1
 
             # parallel_iterations=1: a step reads what the one before wrote.
@@ -125,15 +139,22 @@ class SourceExecutions:
         steps_per_execution: steps in one call at most.
         endless: True for training: reading goes on into the next epoch while this one ends. False:
             each epoch starts reading anew (evaluation, where epochs are far apart).
+        left_out: (epoch, step) of batches that are never read.
     """
 
     def __init__(
-        self, feed: Feed, executor: Executor, steps_per_execution: int, endless: bool
+        self,
+        feed: Feed,
+        executor: Executor,
+        steps_per_execution: int,
+        endless: bool,
+        left_out: Collection[tuple[int, int]] = (),
     ) -> None:
         self._feed = feed
         self._executor = executor
         self._per_call = steps_per_execution
         self._endless = endless
+        self._left_out = frozenset(left_out)
         self._full: Any = None
         self._tail: Any = None
         self._next: tuple[int, int] | None = None  # where the open iterators are: epoch, step
@@ -144,13 +165,14 @@ class SourceExecutions:
         self._open(epoch, first)
         step = first
         while step < plan.full_steps:
-            number = min(self._per_call, plan.full_steps - step)
+            number = self._number(epoch, step)
             yield self._execution(
-                self._full, self._feed.full.weight, step, number, plan.global_batch_size
+                epoch, self._full, self._feed.full.weight, step, number, plan.global_batch_size
             )
             step += number
         if self._feed.tail is not None and step == plan.full_steps:
-            yield self._execution(self._tail, self._feed.tail.weight, step, 1, plan.tail_rows)
+            tail = self._feed.tail
+            yield self._execution(epoch, self._tail, tail.weight, step, 1, plan.tail_rows)
         self._next = (epoch + 1, 0)
 
     def trace(self) -> None:
@@ -160,9 +182,20 @@ class SourceExecutions:
         if part is not None:
             self._executor.trace(iter(batches), part.weight)
 
+    def _number(self, epoch: int, step: int) -> int:
+        """Steps of the next call: a batch that is left out has one of its own."""
+        if (epoch, step) in self._left_out:
+            return 1
+        end = min(step + self._per_call, self._feed.plan.full_steps)
+        others = [s for e, s in self._left_out if e == epoch and step < s < end]
+        return min([end, *others]) - step
+
     def _execution(
-        self, iterator: Any, share: float, step: int, number: int, batch_rows: int
+        self, epoch: int, iterator: Any, share: float, step: int, number: int, batch_rows: int
     ) -> Execution:
+        if (epoch, step) in self._left_out:
+            return Execution(step, step, batch_rows, lambda: None, is_left_out=True)
+
         def run() -> None:
             self._executor(iterator, share, number)
 
@@ -175,7 +208,8 @@ class SourceExecutions:
         self._next = None  # until the epoch is through
         self._full = self._tail = None
         if plan.full_steps:
-            self._full = iter(self._feed.full_batches(data_epoch, min(first, plan.full_steps)))
+            at = min(first, plan.full_steps)
+            self._full = iter(self._feed.full_batches(data_epoch, at, self._left_out))
         if self._feed.tail:
             tail_epoch = data_epoch + (first > plan.full_steps)
-            self._tail = iter(self._feed.tail_batches(tail_epoch))
+            self._tail = iter(self._feed.tail_batches(tail_epoch, self._left_out))

@@ -52,6 +52,7 @@ __all__ = [
     "named_variables",
     "one_process",
     "reset_names",
+    "scales_loss",
     "serialized",
     "settable_learning_rate",
 ]
@@ -316,6 +317,11 @@ def _optimizers(model: Any) -> list[Any]:
             candidates.append(getattr(candidate, "inner_optimizer", None))
             candidates.extend(getattr(candidate, "optimizers", ()))
     return found
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether an optimizer tests its gradients and leaves out steps in which they overflow."""
+    return isinstance(optimizer, LossScaleOptimizer)
 
 
 def has_unbuilt_optimizers(model: Any) -> bool:

@@ -19,7 +19,9 @@ import tensorflow as tf
 
 from raytf.config import TrainSpec
 from raytf.errors import ConfigError
+from raytf.worker.health import Health, Poison, is_loss
 from raytf.worker.links import Links
+from raytf.worker.marks import Marks
 from raytf.worker.pipeline import count_parameters
 from raytf.worker.reduce import Reducer
 from raytf.worker.signature import signature
@@ -175,15 +177,25 @@ class _Steps:
         self.strategy = strategy
         self.reducer = Reducer(strategy, bytes_per_pack)
         self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="raytf_step")
+        # tf_keras reduces by itself, so where a step begins to wait cannot be marked.
+        self.marks = Marks(self.counter, alone=True)
+        self.health: Health | None = None  # of this rank's own losses
+        self.poison: Poison | None = None
 
     def train(self, data: Any, share: Any) -> None:
-        self._run(self.model.train_step, data, share)
-        self.counter.assign_add(1)
+        if self.poison is not None:
+            data = self.poison.taken(data)
+        logs = self._run(self.model.train_step, data, share)
+        numbers = [(name, value) for name, value in logs.items() if tf.is_tensor(value)]
+        if self.health is not None:
+            self.health.note(self.counter, [(n, v) for n, v in numbers if is_loss(n)])
+        with tf.control_dependencies([value for _, value in numbers]):
+            self.counter.assign_add(1)
 
     def test(self, data: Any, share: Any) -> None:
         self._run(self.model.test_step, data, share)
 
-    def _run(self, step: Any, data: Any, share: Any) -> None:
+    def _run(self, step: Any, data: Any, share: Any) -> dict[str, Any]:
         if isinstance(share, float) and share == 0.0:
             raise ConfigError(
                 "the last batch has fewer rows than there are workers, which tf_keras cannot "
@@ -192,11 +204,12 @@ class _Steps:
             )
 
         @tf.autograph.experimental.do_not_convert
-        def replica(batch: Any) -> None:
+        def replica(batch: Any) -> Any:
             with _loss_scale(share):
-                step(batch)
+                return step(batch)
 
-        self.strategy.run(replica, args=(data,))
+        logs = self.strategy.run(replica, args=(data,))
+        return logs if isinstance(logs, dict) else {}
 
     def logs(self, kind: str) -> dict[str, float]:
         """Metrics over all ranks; every rank must ask at the same time."""

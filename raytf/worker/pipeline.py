@@ -8,7 +8,7 @@ that reading goes on over the end of an epoch), the smaller last batch of each e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,21 +111,35 @@ class Feed:
             )
         self._arrays = self._in_memory()
 
-    def full_batches(self, epoch: int = 0, step: int = 0) -> tf.data.Dataset:
-        """All full batches from a position on, epoch after epoch, without end."""
+    def full_batches(
+        self, epoch: int = 0, step: int = 0, left_out: Collection[tuple[int, int]] = ()
+    ) -> tf.data.Dataset:
+        """All full batches from a position on, epoch after epoch, without end.
+
+        Args:
+            epoch, step: of the first one.
+            left_out: (epoch, step) of batches that are not there: nothing of them is read.
+        """
         per_epoch = self.plan.full_steps
-        first = epoch * per_epoch + step
+        gaps = [e * per_epoch + s for e, s in left_out if s < per_epoch]
+        numbered = _numbering(epoch * per_epoch + step, gaps)
+        return self._batches(self.full, lambda number: divmod(numbered(number), per_epoch))
 
-        def position(number: int) -> tuple[int, int]:
-            return divmod(first + number, per_epoch)
-
-        return self._batches(self.full, position)
-
-    def tail_batches(self, epoch: int = 0) -> tf.data.Dataset:
+    def tail_batches(
+        self, epoch: int = 0, left_out: Collection[tuple[int, int]] = ()
+    ) -> tf.data.Dataset:
         """The smaller last batch of each epoch from `epoch` on, without end."""
         if self.tail is None:
             raise ConfigError("this data has no smaller last batch; a raytf bug.")
-        return self._batches(self.tail, lambda number: (epoch + number, self.plan.full_steps))
+        last = self.plan.full_steps
+        numbered = _numbering(epoch, [e for e, s in left_out if s == last])
+        return self._batches(self.tail, lambda number: (numbered(number), last))
+
+    def rows(self, epoch: int, step: int) -> np.ndarray:
+        """Row numbers of one global batch, shape (rows,)."""
+        size = self.plan.global_batch_size
+        rows = size if step < self.plan.full_steps else self.plan.tail_rows
+        return self.order.rows(epoch, step * size, step * size + rows)
 
     def spec(self) -> Any:
         """One full batch of this rank as `tf.TensorSpec`s, packed for Keras."""
@@ -249,6 +263,21 @@ class Feed:
         if self._class_weight:
             weight = _class_weights(y, self._class_weight)
         return pack(x, y, weight)
+
+
+def _numbering(first: int, gaps: Collection[int]) -> Callable[[int], int]:
+    """The n-th number from `first` on, gaps left out."""
+    ahead = sorted(gap for gap in set(gaps) if gap >= first)
+
+    def numbered(n: int) -> int:
+        found = first + n
+        for gap in ahead:
+            if gap > found:
+                break
+            found += 1
+        return found
+
+    return numbered
 
 
 def _tf_dtype(leaf: ArraySpec) -> tf.DType:

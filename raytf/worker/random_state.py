@@ -16,14 +16,16 @@ __all__ = ["random_state", "set_random_state"]
 def random_state() -> Any:
     """State of the generator, as JSON; None if no seed has been set."""
     # Read in TensorFlow 2.21: `Context._rng`, a `random.Random`, made anew by `tf.random.set_seed`.
-    if getattr(context.context(), "_rng", None) is None:
+    generator: Any = getattr(context.context(), "_rng", None)
+    if generator is None:
         return None
-    version, words, gauss = context.context()._rng.getstate()
+    version, words, gauss = generator.getstate()
     return [version, list(words), gauss]
 
 
 def set_random_state(state: Any) -> None:
     """Puts back what `random_state` gave."""
-    if state is not None:
+    generator: Any = getattr(context.context(), "_rng", None)
+    if state is not None and generator is not None:
         version, words, gauss = state
-        context.context()._rng.setstate((version, tuple(words), gauss))
+        generator.setstate((version, tuple(words), gauss))

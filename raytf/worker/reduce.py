@@ -62,21 +62,25 @@ class Reducer:
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, slices, self._options)
 
-    def sum_all(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums over ranks; none is usable before all have arrived (all or nothing).
+    def sum_all(
+        self, tensors: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:
+        """The sums over ranks, and the packs they came in; none is usable before all have arrived
+        (all or nothing).
 
         Tensors need static shapes, equal on all ranks.
         """
         if self.num_ranks == 1 or not tensors:
-            return list(tensors)
+            return list(tensors), tensors
         sizes = [(t.dtype.name, t.shape.num_elements() * t.dtype.size) for t in tensors]
         packs = plan_packs(sizes, self._bytes_per_pack)
         flat = [tf.concat([tf.reshape(tensors[i], [-1]) for i in pack], axis=0) for pack in packs]
         replica = tf.distribute.get_replica_context()
         summed = replica.all_reduce(tf.distribute.ReduceOp.SUM, flat, self._options)
         result: list[tf.Tensor] = [None] * len(tensors)  # type: ignore[list-item]
-        for pack, vector in zip(packs, tf.tuple(summed), strict=True):
+        vectors = tf.tuple(summed)
+        for pack, vector in zip(packs, vectors, strict=True):
             counts = [tensors[i].shape.num_elements() for i in pack]
             for i, part in zip(pack, tf.split(vector, counts), strict=True):
                 result[i] = tf.reshape(part, tensors[i].shape)
-        return result
+        return result, vectors

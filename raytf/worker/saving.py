@@ -19,6 +19,7 @@ from raytf.config import SaveConfig
 from raytf.data import Position
 from raytf.errors import StorageError, SupersededError
 from raytf.worker.callbacks import Agreement
+from raytf.worker.phases import Phases
 from raytf.worker.state import RankState
 
 __all__ = ["NoSaver", "Pace", "Place", "Saver"]
@@ -119,6 +120,8 @@ class Saver:
         seed: of the data's order.
         at: `at(phase, step)`, for fault drills.
         tell: takes records of what happened, on rank 0.
+        check: raises if the state is not worth saving; called on all ranks before each save.
+        phases: told when training waits for a save.
         clock: monotonic seconds.
     """
 
@@ -134,6 +137,8 @@ class Saver:
         seed: int,
         at: Callable[[str, int], None],
         tell: Callable[[dict[str, Any]], None],
+        check: Callable[[Place], None] = lambda place: None,
+        phases: Phases | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -145,6 +150,8 @@ class Saver:
         self._seed = seed
         self._at = at
         self._tell = tell
+        self._check = check
+        self._phases = phases or Phases(clock=clock)
         self._clock = clock
         self._by_clock = config.is_auto or config.every_s is not None
         self._cadence = Cadence(
@@ -208,7 +215,9 @@ class Saver:
 
     def _drain(self) -> None:
         limit = self._config.max_stale_s
-        if not self._writer.drain(limit):
+        with self._phases.during("save"):
+            drained = self._writer.drain(limit)
+        if not drained:
             raise StorageError(
                 f"the last state was not durable after {limit:g} s (max_stale_s). The storage does "
                 "not answer; mend it and run the same command again."
@@ -223,6 +232,11 @@ class Saver:
         return bool(save), int(next_look)
 
     def _save(self, place: Place) -> None:
+        with self._phases.during("save"):
+            self._check(place)
+            self._capture(place)
+
+    def _capture(self, place: Place) -> None:
         self._check_not_stale()
         began = self._clock()
         images, own = self._state.capture(self._writer.images)

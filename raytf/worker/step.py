@@ -20,6 +20,8 @@ import tensorflow as tf
 
 from raytf.errors import ConfigError
 from raytf.worker import keras_compat
+from raytf.worker.health import Health, Poison, is_loss
+from raytf.worker.marks import Marks
 from raytf.worker.reduce import Reducer
 from raytf.worker.scope import ReadAfterApply, StepScope
 
@@ -55,6 +57,9 @@ class Steps:
     Attributes:
         counter: int64 variable, training steps completed; written in the same graph as the state it
             counts.
+        marks: where the time of a training step goes.
+        health: notes steps with bad numbers; None: nobody asks.
+        poison: for drills.
     """
 
     def __init__(self, model: Any, strategy: Any, rank: int, bytes_per_pack: int) -> None:
@@ -63,6 +68,9 @@ class Steps:
         self.rank = rank
         self.reducer = Reducer(strategy, bytes_per_pack)
         self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="raytf_step")
+        self.marks = Marks(self.counter, self.reducer.num_ranks == 1)
+        self.health: Health | None = None
+        self.poison: Poison | None = None
         # What the model's own train_step or test_step returns besides metrics, from the last step;
         # by kind of step.
         self._raw: dict[tuple[str, str], tf.Variable] = {}
@@ -92,6 +100,8 @@ class Steps:
 
     def train(self, data: Any, share: Any) -> None:
         """One training step on this rank's part of a batch; called inside a tf.function."""
+        if self.poison is not None:
+            data = self.poison.taken(data)
         try:
             self._run("train", data, share)
         except ReadAfterApply as read:
@@ -124,7 +134,14 @@ class Steps:
             with scope:
                 logs = self._call(step, batch, scope)
                 raw = self._not_metrics(kind, logs, scope)
+                if kind == "train" and self.poison is not None and not Poison.takes(batch):
+                    self._poison_gradient(self.poison, scope)
             self._commit(kind, scope, raw)
+
+    @staticmethod
+    def _poison_gradient(poison: Poison, scope: Any) -> None:
+        for _, _, grads, _ in scope.applies[:1]:
+            grads[:1] = [poison.gradient(g) for g in grads[:1]]
 
         self.strategy.run(replica, args=(data,))
 
@@ -166,20 +183,47 @@ class Steps:
         news = [reduce.update(variable, value) for variable, value in scope.updates.values()]
         logs = {name: reduce.mean(value) for name, value in raw.items()}
         reduce.close()
+        if kind == "train":
+            self.marks.worked(reduce.sent)
         with tf.control_dependencies(reduce.arrived):
             for (variable, _), new in zip(scope.updates.values(), news, strict=True):
                 variable.assign(new())
-            reduced = iter(grads)
+            reduced, watched = iter(grads), self._losses(kind, scope, news, logs)
             for optimizer, apply, gs, variables in scope.applies:
                 ready = [next(reduced)() for _ in gs]
+                if not keras_compat.scales_loss(optimizer):  # which leaves bad steps out by itself
+                    named = zip(variables, ready, strict=True)
+                    watched += [(f"gradient of {v.path}", g) for v, g in named]
                 with keras_compat.one_process():
                     apply(optimizer, ready, variables)
             for name, value in logs.items():
                 self._raw_log(kind, name, value().shape).assign(value())
             if kind == "train":
-                self.counter.assign_add(1)
+                if self.health is not None:
+                    self.health.note(self.counter, watched, reduce.packs)
+                self._count(scope, reduce)
         self._name_foreign_variables(scope.graph)
         self._name_hidden_randomness(scope.graph)
+
+    def _losses(
+        self, kind: str, scope: Any, news: list[Any], logs: dict[str, Any]
+    ) -> list[tuple[str, Any]]:
+        """What has to be finite besides gradients."""
+        of_losses = {
+            id(variable): metric.name
+            for metric in self.model.metrics
+            if is_loss(metric.name)
+            for variable in metric.variables
+        }
+        changed = zip(scope.updates.values(), news, strict=True)
+        found = [(of_losses[id(v)], new()) for (v, _), new in changed if id(v) in of_losses]
+        return found + [(name, value()) for name, value in logs.items() if is_loss(name)]
+
+    def _count(self, scope: Any, reduce: Any) -> None:
+        # Not before the step's own work is done: the counter says where a step hangs.
+        local = [g for _, _, gs, _ in scope.applies for g in gs if g is not None]
+        with tf.control_dependencies(local if reduce.alone else []):
+            self.counter.assign_add(1)
 
     def _apply_now(
         self, optimizer: Any, apply: Any, grads: list[Any], variables: list[Any]
@@ -213,7 +257,10 @@ class Steps:
 
     def _name_foreign_variables(self, graph: Any) -> None:
         known = {id(v._value) for v in keras_compat.all_variables(self.model)}
-        known |= {id(self.counter), *(id(v) for v in self._raw.values())}
+        own = [self.counter, *self.marks.variables, *self._raw.values()]
+        for part in (self.health, self.poison):
+            own += [] if part is None else part.variables
+        known |= {id(v) for v in own}
         for variable in graph.variables:
             if id(variable) not in known and variable.name not in self._named:
                 self._named.add(variable.name)
@@ -247,19 +294,23 @@ class _Round:
         self.reducer = reducer
         self.alone = reducer.num_ranks == 1
         self.arrived: list[tf.Tensor] = []
-        self._sent: list[tf.Tensor] = []
+        self.packs: list[tf.Tensor] = []  # all that has arrived, in few tensors
+        self.sent: list[tf.Tensor] = []
         self._sums: list[tf.Tensor] = []
         self._slices: list[tf.IndexedSlices] = []
 
     def _send(self, value: tf.Tensor) -> Callable[[], tf.Tensor]:
-        index = len(self._sent)
-        self._sent.append(value)
+        index = len(self.sent)
+        self.sent.append(value)
         return lambda: self._sums[index]
 
     def close(self) -> None:
-        self._sums = self.reducer.sum_all(self._sent)
+        self._sums, packs = self.reducer.sum_all(self.sent)
         self._slices = [self.reducer.sum_slices(slices) for slices in self._slices]
-        self.arrived = [] if self.alone else [*self._sums, *(s.values for s in self._slices)]
+        if not self.alone:
+            values = [s.values for s in self._slices]
+            self.arrived = [*self._sums, *values]
+            self.packs = [p for p in [*packs, *values] if p.dtype.is_floating]
 
     def _weigh(self, value: tf.Tensor) -> tf.Tensor:
         # A stand-in row may have given NaN; 0 * NaN would spread it.

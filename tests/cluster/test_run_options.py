@@ -77,8 +77,8 @@ def test_two_rules_are_refused(keep: dict[str, Any]) -> None:
         ({"resume_from": 500}, "resume_from is a path or URL.*500"),
         ({"drill": ["kill rank=1 step=3"]}, "drill is a string. Received: list"),
         ({"drill": "kill rank=2 step=3"}, "rank=2 is no rank of 2 workers"),
-        ({"recovery": raytf.RecoveryConfig(spares=1)}, "recovery="),
-        ({"watch": raytf.WatchConfig()}, "watch="),
+        ({"recovery": raytf.RecoveryConfig(spares=1)}, "spares=1.*not built yet"),
+        ({"watch": 30}, "watch must be a raytf.WatchConfig"),
     ],
 )
 def test_refused(arguments: dict[str, Any], text: str) -> None:
