@@ -40,7 +40,9 @@ def unbroken(kind: str, per_call: int) -> dict[str, Any]:
 def check(tmp_path: Path, kind: str, drill: str, per_call: int = 1) -> None:
     case = Case(storage=str(tmp_path / "run"), kind=kind, drill=drill, per_call=per_call, epochs=3)
     broken = run(case)
-    assert broken.pop("starts") == drill.count("kill") + 1
+    # Each kill has fired; two ranks may have died in one group.
+    assert len(list((tmp_path / "run" / "drills").iterdir())) == drill.count("kill")
+    assert 2 <= broken.pop("starts") <= drill.count("kill") + 1
     assert "resumed at step" in " ".join(broken.pop("said"))
     whole = {k: v for k, v in unbroken(kind, per_call).items() if k not in ("starts", "said")}
     assert set(broken["tensors"]) == set(whole["tensors"])
