@@ -31,7 +31,9 @@ class Health:
 
     def __init__(self) -> None:
         with tf.device("CPU:0"):
-            self.bad_step = tf.Variable(tf.constant(-1, tf.int64), trainable=False, name="raytf_bad")
+            self.bad_step = tf.Variable(
+                tf.constant(-1, tf.int64), trainable=False, name="raytf_bad"
+            )
         self._names: list[str] = []
         self._finite: tf.Variable | None = None
 

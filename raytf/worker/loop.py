@@ -75,6 +75,7 @@ class Loop:
     clock: Callable[[], float] = time.monotonic
     total_step: int = 0
     _shown: float = float("-inf")
+    _last: tuple[int, int] = (0, 0)
 
     def announce(self, epochs: int, global_batch_size: int) -> None:
         """Tells the driver what is coming."""
@@ -106,7 +107,7 @@ class Loop:
         self.saver.finish(place)
         self.finish()
         self._call(self.callbacks.on_train_end, dict(place.logs))
-        self._show(place.epoch, place.step, 0.0)
+        self._show(*self._last, 0.0)  # the time since the last epoch's end is told too
         return dict(place.logs)
 
     def _epoch(self, place: Place, validation_freq: int) -> dict[str, Any]:
@@ -219,7 +220,7 @@ class Loop:
         """A record of the step before `steps`, and of where the time since the last one went."""
         if self.progress is None:
             return
-        self._shown = self.clock()
+        self._shown, self._last = self.clock(), (epoch, steps)
         self._tell(
             kind="step",
             epoch=epoch,

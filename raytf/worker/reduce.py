@@ -62,9 +62,7 @@ class Reducer:
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, slices, self._options)
 
-    def sum_all(
-        self, tensors: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:
+    def sum_all(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:
         """The sums over ranks, and the packs they came in; none is usable before all have arrived
         (all or nothing).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from raytf.worker.factory import FactoryExecutions
 from raytf.worker.feeding import Executions, Executor, SourceExecutions
 from raytf.worker.links import Job, Links
 from raytf.worker.loop import Loop
+from raytf.worker.phases import Phases
 from raytf.worker.pipeline import Feed
 from raytf.worker.saving import Place
 from raytf.worker.state import Cell, Variables
@@ -45,24 +47,34 @@ def run(job: Job, links: Links) -> dict[str, Any]:
     Raises:
         RaytfError: see its kinds; TensorFlow's and the user's own errors pass as they are.
     """
-    _phase(links, "starting")
+    phases = Phases(links.beat)
+    phases.start()
+    try:
+        return _run(job, links, phases)
+    finally:
+        phases.stop()
+
+
+def _run(job: Job, links: Links, phases: Phases) -> dict[str, Any]:
+    _phase(links, phases, "starting")
     engine = engine_for(job.spec.legacy_keras)
-    attempt = None if job.place is None else Attempt(job.place, job.spec, links)
+    attempt = None if job.place is None else Attempt(job.place, job.spec, links, phases)
     fixed = None if attempt is None else attempt.threads
     threads = configure(links.num_cpus, links.num_gpus, job.spec.deterministic, fixed)
     strategy, formation = form_strategy(links, job.spec.communication)
-    _phase(links, "building")
+    _phase(links, phases, "building")
     if job.mode == "predict":
         predict(job, links, engine)
         return {}
-    trainee = Trainee(job.spec, links, strategy, engine)
+    trainee = Trainee(job.spec, links, strategy, engine, phases)
     if job.mode == "train":
         formed = {"threads": threads, "generation": formation.generation}
         result = trainee.train(attempt, formed) | formed | {"epochs_asked": job.spec.epochs}
         if job.output is not None:
+            phases.enter("export")
             model = engine.host_model(trainee.model)
             if links.is_chief:
-                _phase(links, "exporting")
+                _phase(links, phases, "export")
                 export.write(model, job.output[0], job.output[1], result, trainee.inputs)
         return result
     export.read_weights(trainee.model, *_weights(job))
@@ -75,9 +87,11 @@ def _weights(job: Job) -> tuple[Any, str]:
     return job.weights
 
 
-def _phase(links: Links, phase: str) -> None:
+def _phase(links: Links, phases: Phases, phase: str) -> None:
+    phases.enter(phase)
     if links.is_chief:
-        links.progress({"kind": "phase", "phase": phase, "time": time.time()})
+        shown = "exporting" if phase == "export" else phase
+        links.progress({"kind": "phase", "phase": shown, "time": time.time()})
 
 
 def weights_sha256(model: Any) -> str:
@@ -167,19 +181,28 @@ class Trainee:
         links: this worker's seat.
         strategy: of the group.
         engine: the Keras in use.
+        phases: of this thread.
     """
 
-    def __init__(self, spec: TrainSpec, links: Links, strategy: Any, engine: Engine) -> None:
+    def __init__(
+        self,
+        spec: TrainSpec,
+        links: Links,
+        strategy: Any,
+        engine: Engine,
+        phases: Phases | None = None,
+    ) -> None:
         self.spec = spec
         self.links = links
         self.strategy = strategy
         self.engine = engine
+        self.phases = phases or Phases(links.beat)
         self._training = self._data(spec.train_data, for_training=True)
         element_spec = self._element_spec()
         self.inputs = element_spec[0]
         self.model = engine.build(spec, links, strategy, element_spec)
         self.steps = engine.steps(self.model, strategy, links.rank, spec)
-        self.agreement = Agreement(strategy, links.rank, self.steps.reducer.sum)
+        self.agreement = Agreement(strategy, links.rank, self.steps.reducer.sum, self.phases)
 
     def _data(self, data: Any, for_training: bool) -> Any:
         """A feed of this rank's parts, or the user's factory as it is."""
@@ -212,12 +235,33 @@ class Trainee:
         spec = self._dataset(self._training, 0).element_spec
         return spec if isinstance(spec, tuple) else (spec,)
 
-    def _executions(self, data: Any, step: Any, endless: bool) -> Executions:
+    def _training_executions(self, left_out: Any) -> Executions:
+        fetch = self.steps.marks.fetch
+        return self._executions(
+            self._training, self.steps.train, endless=True, fetch=fetch, left_out=left_out
+        )
+
+    def _executions(
+        self,
+        data: Any,
+        step: Any,
+        endless: bool,
+        fetch: Callable[[Callable[[], Any]], Any] = lambda get: get(),
+        left_out: Any = (),
+    ) -> Executions:
+        phases = self.phases
         if isinstance(data, Feed):
+            executor = Executor(step, fetch, tracing=lambda: phases.enter("compile"))
             per_call = self.engine.steps_per_execution(self.model)
-            return SourceExecutions(data, Executor(step), per_call, endless=endless)
+            return SourceExecutions(data, executor, per_call, endless, left_out)
         return FactoryExecutions(
-            lambda epoch: self._dataset(data, epoch), step, self.agreement, self.links
+            lambda epoch: self._dataset(data, epoch),
+            step,
+            self.agreement,
+            self.links,
+            phases,
+            fetch,
+            left_out,
         )
 
     def _loop(
@@ -241,6 +285,7 @@ class Trainee:
             has_callbacks=bool(any_callbacks),
             finish=lambda: self.engine.finish(self.model),
             progress=self.links.progress if self.links.is_chief else None,
+            phases=self.phases,
             **more,
         )
 
@@ -265,7 +310,9 @@ class Trainee:
             formed: `threads` and `generation` of this worker group.
         """
         spec = self.spec
-        training = self._executions(self._training, self.steps.train, endless=True)
+        if attempt is not None:
+            attempt.prepare(self.steps)
+        training = self._training_executions(() if attempt is None else attempt.left_out)
         validation = (
             None
             if spec.validation_data is None
@@ -280,6 +327,9 @@ class Trainee:
         keeping, start = self._keeping(attempt, training, callbacks, formed or {})
         loop = self._loop(validation, callbacks, given, training, **keeping)
         loop.announce(spec.epochs, spec.global_batch_size)
+        marks = self.steps.marks
+        marks.before = start.total_step
+        self.phases.probe = marks.read
         metrics = loop.fit(spec.epochs, start, spec.validation_freq)
         history = {k: list(values) for k, values in self.model.history.history.items()}
         return {
@@ -307,6 +357,8 @@ class Trainee:
             variables=variables,
             callbacks=CallbackStates(callbacks.callbacks, self._runs_everywhere),
             agreement=self.agreement,
+            health=self.steps.health,
+            rows=self._rows,
             **formed,
         )
         loop = {
@@ -314,8 +366,18 @@ class Trainee:
             "restored": lambda: attempt.began(self.model, self.engine),
             "at": attempt.at,
             "during": attempt.during,
+            "watch": attempt.watch,
+            "leave_out": self._leave_out,
         }
         return loop, attempt.start
+
+    def _rows(self, epoch: int, step: int) -> Any:
+        feed = self._training
+        return feed.rows(epoch, step) if isinstance(feed, Feed) else None
+
+    def _leave_out(self, steps: int) -> None:
+        self.steps.counter.assign_add(steps)
+        self.steps.marks.before += steps
 
     def _runs_everywhere(self, callback: Any) -> bool:
         return not callback_rules.is_chief_only(

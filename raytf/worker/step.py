@@ -138,12 +138,12 @@ class Steps:
                     self._poison_gradient(self.poison, scope)
             self._commit(kind, scope, raw)
 
+        self.strategy.run(replica, args=(data,))
+
     @staticmethod
     def _poison_gradient(poison: Poison, scope: Any) -> None:
         for _, _, grads, _ in scope.applies[:1]:
             grads[:1] = [poison.gradient(g) for g in grads[:1]]
-
-        self.strategy.run(replica, args=(data,))
 
     @staticmethod
     def _call(step: Callable[[Any], Any], batch: Any, scope: Any) -> Any:
