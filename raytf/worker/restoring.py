@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from raytf.checkpoint.layout import TensorInfo
-from raytf.checkpoint.manifest import Manifest, Part
+from raytf.checkpoint.manifest import Manifest, Part, TensorEntry
 from raytf.checkpoint.store import CheckpointStore, Problem
 from raytf.errors import CheckpointDamagedError, ConfigError, NotFoundError
 from raytf.worker.links import Links, RunPlace
@@ -86,6 +87,7 @@ class Restorer:
         self._round = 0
         self._left: list[int] | None = None
         self._candidate = self._next()
+        self._reading = self._start_reading(self._candidate)
 
     @property
     def threads(self) -> int | None:
@@ -135,6 +137,7 @@ class Restorer:
             self._set_aside(found, damages)
             self._round += 1
             self._candidate = self._next()
+            self._reading = self._start_reading(self._candidate)
         return None
 
     def _next(self) -> _Candidate | None:
@@ -198,6 +201,28 @@ class Restorer:
                 path=where,
             )
 
+    def _start_reading(self, found: _Candidate | None) -> Future[_Bytes] | None:
+        """Reads while TensorFlow forms the group and the model is built, if all is to be read.
+
+        On a local file system every rank reads all; over a network each reads its share, and the
+        ranks hand it to each other (`_read`).
+        """
+        if found is None or found.manifest is None or not self._alone(found):
+            return None
+        if not self._strict(found):
+            return None
+        pool = ThreadPoolExecutor(1, thread_name_prefix="raytf-read")
+        reading = pool.submit(_read_all, found.store, found.manifest.tensors)
+        pool.shutdown(wait=False)
+        return reading
+
+    def _alone(self, found: _Candidate) -> bool:
+        return found.store.root.is_local or self._links.num_workers == 1
+
+    def _strict(self, found: _Candidate) -> bool:
+        origin = self._place.origin
+        return found.is_own or origin is None or origin.strict
+
     def _read(
         self,
         found: _Candidate,
@@ -207,33 +232,63 @@ class Restorer:
         exchange: Callable[[Any], Any],
     ) -> tuple[dict[str, np.ndarray], str | None]:
         """All tensors, or what is wrong with them."""
-        strict = found.is_own or self._place.origin is None or self._place.origin.strict
+        strict = self._strict(found)
         wanted = [t for t in manifest.tensors if strict or _fits(here.get(base_name(t.name)[0]), t)]
-        parts = [part for tensor in wanted for part in tensor.parts]
-        # On a local file system every rank reads all; over a network each reads its share, and the
-        # ranks hand it to each other.
-        alone = found.store.root.is_local or self._links.num_workers == 1
-        mine = parts if alone else _shares(parts, self._links.num_workers)[self._links.rank]
-        memory = {t.name: aligned(t.nbytes) for t in wanted} if alone else {}
-        places = (
-            [place for t in wanted for place in _cut(memory[t.name], t.parts)] if alone else None
-        )
-        try:
-            pieces = found.store.read_parts(mine, problems, places)
-            data: dict[Any, Any] = {_place_of(p): d for p, d in zip(mine, pieces, strict=True)}
-            damage = None
-        except CheckpointDamagedError as error:
-            data, damage = {}, error.message
-        if not alone:
-            all_fine = not any(self._links.share(f"read/{self._round}", damage))
-            if not all_fine:
-                return {}, damage
-            data = _exchanged(parts, data, exchange)
+        if self._alone(found):
+            reading, self._reading = self._reading, None
+            read = _read_all(found.store, wanted) if reading is None else reading.result()
+            memory, damage = read.memory, read.damage
+            problems += read.problems
+        else:
+            memory, damage = self._read_together(found, wanted, problems, exchange)
         if damage is not None:
             return {}, damage
-        if not alone:
-            memory = {t.name: _joined([data[_place_of(p)] for p in t.parts]) for t in wanted}
         return {t.name: array_of(memory[t.name], t.dtype, t.shape) for t in wanted}, None
+
+    def _read_together(
+        self,
+        found: _Candidate,
+        wanted: Sequence[TensorEntry],
+        problems: list[Problem],
+        exchange: Callable[[Any], Any],
+    ) -> tuple[dict[str, np.ndarray], str | None]:
+        parts = [part for tensor in wanted for part in tensor.parts]
+        mine = _shares(parts, self._links.num_workers)[self._links.rank]
+        data: dict[Any, Any] = {}
+        damage = None
+        try:
+            pieces = found.store.read_parts(mine, problems)
+            data = {_place_of(p): d for p, d in zip(mine, pieces, strict=True)}
+        except CheckpointDamagedError as error:
+            damage = error.message
+        if any(self._links.share(f"read/{self._round}", damage)):
+            return {}, damage
+        whole = _exchanged(parts, data, exchange)
+        return {t.name: _joined([whole[_place_of(p)] for p in t.parts]) for t in wanted}, None
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What one rank has read: memory by tensor, or what is wrong with it."""
+
+    memory: dict[str, np.ndarray]
+    problems: list[Problem]
+    damage: str | None
+
+
+def _read_all(store: CheckpointStore, tensors: Sequence[TensorEntry]) -> _Bytes:
+    memory = {t.name: aligned(t.nbytes) for t in tensors}
+    places = [place for t in tensors for place in _cut(memory[t.name], t.parts)]
+    parts = [part for tensor in tensors for part in tensor.parts]
+    problems: list[Problem] = []
+    try:
+        pieces = store.read_parts(parts, problems, places)
+    except CheckpointDamagedError as error:
+        return _Bytes({}, problems, error.message)
+    for place, piece in zip(places, pieces, strict=True):
+        if not np.shares_memory(place, piece):
+            place[:] = piece
+    return _Bytes(memory, problems, None)
 
 
 def _fits(mine: TensorInfo | None, tensor: Any) -> bool:

@@ -85,7 +85,8 @@ def aligned(nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)
     # numpy asks for huge pages. Virtual machines that give free ones back to their host get them
     # anew, each in a millisecond: twice the time of small pages, which are used again.
-    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
 
 
 @dataclass(frozen=True)
