@@ -59,9 +59,11 @@ class Attempt:
         StorageError: the store is not one place that all ranks can use.
     """
 
-    def __init__(self, place: RunPlace, spec: TrainSpec, links: Links, phases: Phases) -> None:
+    def __init__(
+        self, place: RunPlace, spec: TrainSpec, links: Links, phases: Phases | None = None
+    ) -> None:
         self._place = place
-        self._phases = phases
+        self._phases = phases or Phases()
         self._spec = spec
         self._links = links
         check_store(place.storage, links)
