@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from raytf.result import RunResult
+    from raytf.run import Run, open_run
     from raytf.trainer import KerasTrainer, export, fit
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "RaytfError",
     "RecoveryConfig",
     "ResourceError",
+    "Run",
     "RunInUseError",
     "RunResult",
     "SaveConfig",
@@ -57,6 +59,7 @@ __all__ = [
     "__version__",
     "export",
     "fit",
+    "open_run",
 ]
 
 # Where each name lives. Lazy, so that `import raytf` costs milliseconds and loads neither Ray nor
@@ -80,6 +83,7 @@ _HOMES = {
         "TrainingError",
     ),
     "raytf.result": ("RunResult",),
+    "raytf.run": ("Run", "open_run"),
     "raytf.trainer": ("KerasTrainer", "export", "fit"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -15,6 +15,9 @@ from ray.train import Checkpoint, Result
 from raytf.checkpoint.storage import FINAL, Storage, resolve
 from raytf.checkpoint.store import CheckpointStore
 from raytf.errors import NotFoundError
+from raytf.faults.events import EventList
+from raytf.faults.goodput import Ledger
+from raytf.run import Run
 
 __all__ = ["RunResult"]
 
@@ -99,6 +102,19 @@ class RunResult(Result):
             _config=config,
         )
 
+    @property
+    def events(self) -> EventList:
+        """All events of the run, oldest first."""
+        return self._run().events
+
+    @property
+    def goodput(self) -> Ledger:
+        """Where the run's wall time went."""
+        return self._run().goodput
+
+    def _run(self) -> Run:
+        return Run(self._storage if self._storage is not None else resolve(self.url or self.path))
+
     def load_model(self, build_model: Callable[..., Any] | None = None) -> Any:
         """Loads the trained model in this process; imports TensorFlow.
 
@@ -166,4 +182,5 @@ class RunResult(Result):
             f"<tr><th style='text-align:left'>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>"
             for k, v in self._facts()
         )
-        return f"<table><caption>RunResult</caption>{rows}</table>"
+        table = f"<table><caption>RunResult</caption>{rows}</table>"
+        return table + (self._run()._repr_html_() if self.url else "")

@@ -27,7 +27,8 @@ from raytf.faults.goodput import Ledger
 from raytf.faults.incidents import Incidents
 from raytf.faults.nodes import NodeBook
 
-__all__ = ["RUN", "Facts", "history_of", "is_run", "read_facts", "read_json", "run_names", "status"]
+__all__ = ["RUN", "Facts", "history_of", "is_run", "listing"]
+__all__ += ["read_facts", "read_json", "run_names", "status"]
 
 RUN = "run.json"
 NODES = "nodes.json"
@@ -232,7 +233,7 @@ def _state(facts: Facts, silent_s: float | None) -> tuple[str, str]:
         return ("FINISHED", "") if is_done else ("UNKNOWN", f"its driver is gone; {silent}")
     if silent_s is None or silent_s > SILENT_S:
         return ("FINISHED", "") if is_done else ("UNKNOWN", silent)
-    return _live_state(facts.events)
+    return _live_state(facts)
 
 
 def _end(events: Sequence[Event]) -> tuple[Event | None, bool]:
@@ -254,10 +255,10 @@ def _ended_badly(event: Event) -> tuple[str, str]:
     return ("ABORTED" if by_hand else "ERRORED"), note
 
 
-def _live_state(events: Sequence[Event]) -> tuple[str, str]:
+def _live_state(facts: Facts) -> tuple[str, str]:
     fold = Incidents()
-    began = False
-    for event in events:
+    began = not facts.events and facts.saved_step is not None
+    for event in facts.events:
         fold.add(event)
         if event.kind is Kind.ATTEMPT_STARTED:
             began = False

@@ -41,6 +41,7 @@ NAMES = [
     "RaytfError",
     "RecoveryConfig",
     "ResourceError",
+    "Run",
     "RunInUseError",
     "RunResult",
     "SaveConfig",
@@ -53,6 +54,7 @@ NAMES = [
     "__version__",
     "export",
     "fit",
+    "open_run",
 ]
 
 VERBS = {
@@ -63,6 +65,10 @@ VERBS = {
         "pin": ["--json", "--step", "--unpin", "url"],
         "verify": ["--json", "--step", "url"],
     },
+    "events": ["--follow", "--json", "--kind", "run"],
+    "report": ["--json", "--output", "run"],
+    "runs": ["--json", "storage"],
+    "status": ["--json", "run"],
     "verify-resume": ["--json", "--kills", "--seed-kills", "--storage", "args", "script"],
 }
 
@@ -178,6 +184,11 @@ steps(self)
 verify(self, step)
 """
 
+OPEN_RUN = """(
+url
+* storage_filesystem=None
+)"""
+
 EXPORT = """(
 url
 step
@@ -263,6 +274,7 @@ def test_sources() -> None:
 def test_checkpoints() -> None:
     assert signature(raytf.CheckpointStore) == STORE
     assert signature(raytf.export) == EXPORT
+    assert signature(raytf.open_run) == OPEN_RUN
     frozen = STORE_VERBS.split("\n")[1:-1]
     found = []
     for line in frozen:

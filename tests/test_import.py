@@ -12,6 +12,7 @@ import pytest
 
 from raytf.checkpoint.store import CheckpointStore
 from tests.checkpoint.states import save
+from tests.faults import logs
 
 PACKAGE = Path(__file__).parents[1] / "raytf"
 
@@ -92,6 +93,20 @@ def test_the_checkpoints_verbs_load_neither_tensorflow_nor_ray(tmp_path: Path) -
         _, loaded = probe(code)
         assert "raytf.checkpoint.store" in loaded
         assert not loaded.intersection(HEAVY)
+
+
+def test_the_verbs_on_runs_load_neither_tensorflow_nor_ray(tmp_path: Path) -> None:
+    logs.lay_down(tmp_path / "a", logs.killed())
+    run = tmp_path / "a"
+    verbs = (f"runs {tmp_path}", f"status {run}", f"events {run}", f"report {run} -o {run}/x.html")
+    for verb in verbs:
+        arguments = [*verb.split(), "--json"]
+        code = f"from raytf.cli import main\nmain({arguments!r}, standalone_mode=False)"
+        _, loaded = probe(code)
+        assert "raytf.cluster.event_log" in loaded
+        assert not loaded.intersection((*HEAVY, "tensorboardX"))
+    _, loaded = probe(f"import raytf; raytf.open_run({str(run)!r}).status()")
+    assert not loaded.intersection(HEAVY)
 
 
 def test_the_trainer_loads_no_tensorflow() -> None:

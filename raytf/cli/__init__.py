@@ -12,6 +12,10 @@ import click
 import raytf
 from raytf.cli.checkpoints import checkpoints as checkpoints_group
 from raytf.cli.output import Edge
+from raytf.cli.runs import events as events_command
+from raytf.cli.runs import report as report_command
+from raytf.cli.runs import runs as runs_command
+from raytf.cli.runs import status as status_command
 from raytf.cli.verify_resume import verify_resume as verify_resume_command
 
 __all__ = ["main"]
@@ -29,4 +33,8 @@ def main() -> None:
 
 
 main.add_command(checkpoints_group)
+main.add_command(events_command)
+main.add_command(report_command)
+main.add_command(runs_command)
+main.add_command(status_command)
 main.add_command(verify_resume_command)

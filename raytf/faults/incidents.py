@@ -51,7 +51,8 @@ class Incident:
     """One thing that went wrong.
 
     Attributes:
-        time: UTC, seconds since the epoch, of when it was noticed.
+        time: UTC, seconds since the epoch, of when it was noticed; `began` of when it happened, as
+            far as that is known.
         attempt: in which it happened.
         kind: a FaultKind's text; else the event's kind, or "driver_lost".
         rank, node, pid, step, phase: of the culprit, at that moment.
@@ -66,6 +67,7 @@ class Incident:
     """
 
     time: float
+    began: float
     attempt: int
     kind: str
     rank: int | None = None
@@ -124,7 +126,6 @@ class Incidents:
     def __init__(self) -> None:
         self._rows: list[Incident] = []
         self._open: list[int] = []  # indices of those that training stands still for
-        self._began: dict[int, float] = {}  # when it happened, before it was noticed
         self._reached = 0
         self._latest = 0.0
         self._attempt: int | None = None
@@ -181,6 +182,7 @@ class Incidents:
             self._append(
                 Incident(
                     time=self._latest,
+                    began=self._latest,
                     attempt=self._attempt or 0,
                     kind=DRIVER_LOST,
                     step=self._reached,
@@ -196,6 +198,7 @@ class Incidents:
         kind = told if isinstance(told, str) else str(_KIND_OF[Kind(event.kind)])
         row = Incident(
             time=event.time,
+            began=event.time - _seconds(event.fields.get("detect_s")),
             attempt=event.attempt,
             kind=kind,
             rank=_either(event.rank, fault.get("rank")),
@@ -212,13 +215,11 @@ class Incidents:
                 self._rows[index] = _merged(old, row)
                 return
         self._append(row)
-        detect_s = event.fields.get("detect_s")
-        if isinstance(detect_s, int | float) and 0 < detect_s < float("inf"):
-            self._began[self._open[-1]] = event.time - detect_s
 
     def _noticed(self, event: Event) -> None:
         row = Incident(
             time=event.time,
+            began=event.time,
             attempt=event.attempt,
             kind=str(event.kind),
             rank=event.rank,
@@ -240,7 +241,6 @@ class Incidents:
 
     def _append(self, row: Incident) -> None:
         self._open.append(len(self._rows))
-        self._began[len(self._rows)] = row.time
         self._rows.append(row)
 
     def _decided(self, event: Event) -> None:
@@ -266,9 +266,9 @@ class Incidents:
     def _close(self, time: float) -> None:
         for place, index in enumerate(self._open):
             # What several ranks failed in together cost its time once.
-            cost = max(0.0, time - self._began[index]) if place == 0 else 0.0
+            cost = max(0.0, time - self._rows[index].began) if place == 0 else 0.0
             self._rows[index] = replace(self._rows[index], cost_s=cost)
-        self._open, self._began = [], {}
+        self._open = []
 
 
 def markdown_table(rows: Sequence[Incident], when: Any) -> str:
@@ -351,6 +351,11 @@ def _stacks(fields: Mapping[str, Any], fault: Mapping[str, Any]) -> tuple[tuple[
     if isinstance(stacks, str) and stacks.strip():
         found.append(("stacks", stacks))
     return tuple(dict.fromkeys(found))
+
+
+def _seconds(value: Any) -> float:
+    is_one = isinstance(value, int | float) and 0 < value < float("inf")
+    return float(value) if is_one else 0.0
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
