@@ -241,7 +241,9 @@ class Injector:
         self._actions["kill"] = lambda strike: kill()
         self._lock = threading.Lock()  # saves are written by a thread of their own
         drill = tuple(strikes)
-        self._series = {s.place: _Series(s, num_workers) for s in drill if s.every}
+        drawn = range(num_workers)
+        series = [s for s in drill if s.every and rank in (drawn if s.rank is None else [s.rank])]
+        self._series = {s.place: _Series(s, num_workers) for s in series}
         single = [s for s in drill if not s.every and s.rank == rank and not has_fired(s.id)]
         upcoming = [self._upcoming(place) for place in self._series]
         self._left = _in_order([*single, *upcoming])

@@ -149,10 +149,7 @@ class Phases:
             phase = inside.phase
             since = max(since, moved)  # one call may be many steps: each is progress
         if phase == "data":  # steps tell of a batch only once it has come
-            for other in ("wait", "step"):
-                hidden = min(now - since, seconds.get(other, 0.0))
-                seconds["data"] = seconds.get("data", 0.0) + hidden
-                seconds[other] = seconds.get(other, 0.0) - hidden
+            _move(seconds, ("wait", "step"), "data", now - since)
         steps = inside.batches - last.inside.batches
         return {
             "phase": phase,
@@ -207,6 +204,17 @@ def _divided(last: _Told, now: _Told) -> dict[str, float]:
         if seconds > 0.0:
             gone[phase] = gone.get(phase, 0.0) + seconds
     return gone
+
+
+def _move(seconds: dict[str, float], sources: tuple[str, ...], to: str, most: float) -> None:
+    for source in sources:
+        part = min(most, seconds.get(source, 0.0))
+        if part > 0.0:
+            most -= part
+            seconds[to] = seconds.get(to, 0.0) + part
+            seconds[source] -= part
+            if not seconds[source]:
+                del seconds[source]
 
 
 def _between(seconds: float, most: float) -> float:

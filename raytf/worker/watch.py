@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -41,16 +41,6 @@ class NoWatch:
 
     def before_save(self, place: Place) -> None:
         """Nothing to do."""
-
-
-class Bits(Protocol):
-    """Digests of the state that ranks must have in common."""
-
-    names: Sequence[str]
-
-    def read(self) -> np.ndarray:
-        """One digest per variable, uint64."""
-        ...
 
 
 class Digests:
@@ -100,7 +90,7 @@ class Watch:
         rank: int,
         num_ranks: int,
         health: Health | None,
-        bits: Bits,
+        bits: Digests,
         rows: Callable[[int, int], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,7 +102,8 @@ class Watch:
         self._bits = bits
         self._rows = rows
         self._clock = clock
-        self._every = config.agree_every_steps
+        asked = config.agree_every_steps
+        self._every = None if asked == "auto" else int(asked)
         self._epoch: Place | None = None  # where the present epoch was entered
         self._next_look = self._next_compare = -1
         self._steps = _FIRST_STEPS
@@ -146,7 +137,7 @@ class Watch:
         if self._epoch is None:
             step = place.total_step
             self._next_look, self._looked = step + self._steps, (step, self._clock())
-            self._next_compare = self._next_look if self._every == "auto" else step + self._every
+            self._next_compare = self._next_look if self._every is None else step + self._every
             self._next_look = min(self._next_look, self._next_compare)
         self._epoch = place
 
@@ -185,7 +176,7 @@ class Watch:
             pace = (now - self._looked[1]) / (step - self._looked[0])
             wanted = int(_LOOK_S / max(pace, 1e-9))
             self._steps = max(1, min(wanted, self._steps * _GROWTH))
-        if self._every != "auto":
+        if self._every is not None:
             return self._steps, 0.0
         last = self._compared_at
         due = last is None or now + _LOOK_S - last >= self._compare_s / _MAX_SHARE
@@ -195,7 +186,7 @@ class Watch:
         steps, compare = int(plan[0]), bool(plan[1])
         self._looked = (step, self._clock())
         self._next_look = step + steps
-        if self._every == "auto":
+        if self._every is None:
             self._next_compare = self._next_look if compare else step + steps + 1
         else:
             if compared:

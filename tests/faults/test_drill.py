@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from raytf.errors import ConfigError
-from raytf.faults.drill import PHASES, Injector, Kill, parse_drill
+from raytf.errors import ConfigError, RaytfError
+from raytf.faults.drill import PHASES, Injector, Kill, Strike, parse_drill
 
 
 def test_grammar() -> None:
@@ -167,3 +169,122 @@ def test_a_real_process_dies_at_once_and_once_per_kill(tmp_path: Path) -> None:
         ends.append((run.returncode, run.stdout.split("\n")[-2]))
     killed = -signal.SIGKILL
     assert ends == [(killed, "2"), (killed, "4"), (0, "cleaned up")]
+
+
+class TestVerbs:
+    """Everything but killing; what a fault does is seen in a real process."""
+
+    def test_grammar(self) -> None:
+        text = (
+            "stop rank=1 step=2 for_s=0.5; slow rank=0 step=3 phase=data for_s=2 times=4; "
+            "exit rank=0 step=4 code=3; nan rank=1 step=5; raise rank=1 step=6 phase=callback"
+        )
+        assert parse_drill(text, 2) == (
+            Strike(1, 2, "step", 0, "stop", for_s=0.5),
+            Strike(0, 3, "data", 1, "slow", for_s=2.0, times=4),
+            Strike(0, 4, "step", 2, "exit", code=3),
+            Strike(1, 5, "data", 3, "nan"),
+            Strike(1, 6, "callback", 4, "raise"),
+        )
+
+    def test_what_is_taught_is_done_once(self) -> None:
+        marks = Marks()
+        injector = marks.injector("nan rank=0 step=2", 0)
+        assert injector.wants("nan")
+        injector.teach("nan", lambda strike: marks.log.append(f"poisoned at {strike.step}"))
+        for step in range(5):
+            injector.at("data", step)
+        assert marks.log == ["nan-0-rank0-step2-data", "poisoned at 2"]
+        assert not injector.wants("nan")
+
+    def test_what_nobody_has_taught_is_loud(self) -> None:
+        with pytest.raises(RaytfError, match="nobody here can do 'nan'"):
+            Marks().injector("nan rank=0 step=0", 0).at("data", 0)
+
+    def test_slow_goes_on_for_some_calls_and_is_marked_once(self) -> None:
+        marks = Marks()
+        injector = marks.injector("slow rank=0 step=1 for_s=9 times=3", 0)
+        injector.teach("slow", lambda strike: marks.log.append("slept"))
+        for step in range(10):
+            injector.at("step", step)
+        assert marks.log == ["slow-0-rank0-step1-step", "slept", "slept", "slept"]
+
+    def test_sudden_ones_and_others_can_be_asked_for_alone(self) -> None:
+        marks = Marks()
+        injector = marks.injector("kill rank=0 step=0; raise rank=0 step=0", 0)
+        with pytest.raises(RuntimeError, match="drill: raised at step 0 in phase step"):
+            injector.at("step", 0, sudden=False)
+        assert "dead" not in marks.log
+        injector.at("step", 0, sudden=True)
+        assert marks.log[-1] == "dead"
+
+    @pytest.mark.parametrize(
+        ("drill", "code", "last"),
+        [
+            ("exit rank=0 step=1 code=7", 7, "cleaned up"),
+            ("raise rank=0 step=1", 1, "cleaned up"),
+            ("segfault rank=0 step=1", -signal.SIGSEGV, "1"),
+            ("slow rank=0 step=1 for_s=0.1", 0, "cleaned up"),
+            ("stop rank=0 step=1 for_s=0.2", 0, "cleaned up"),
+        ],
+    )
+    def test_real_processes(self, tmp_path: Path, drill: str, code: int, last: str) -> None:
+        script = re.sub(r'parse_drill\(".*?"\)', f'parse_drill("{drill}")', _SCRIPT)
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+        assert (run.returncode, run.stdout.split("\n")[-2]) == (code, last), run.stderr
+
+    def test_stop_stops(self, tmp_path: Path) -> None:
+        script = re.sub(r'parse_drill\(".*?"\)', 'parse_drill("stop rank=0 step=1")', _SCRIPT)
+        with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            assert os.WSTOPSIG(status) == signal.SIGSTOP
+            process.kill()
+
+
+class TestSeries:
+    """`every=`: seeded, and alike in every process."""
+
+    def struck(self, marks: Marks, text: str, rank: int, steps: int, workers: int = 3) -> list[int]:
+        """Steps at which a run of some attempts is killed."""
+        found: list[int] = []
+        step = 0
+        while step < steps:  # attempts
+            injector = Injector(
+                parse_drill(text), rank, marks.has_fired, marks.mark, workers_died, workers
+            )
+            try:
+                while step < steps:
+                    injector.at("step", step)
+                    step += 1
+            except Died:
+                found.append(step)
+        return found
+
+    def test_kills_again_and_again_and_each_once(self) -> None:
+        marks = Marks()
+        every = [self.struck(marks, "kill every=50 steps seed=3", r, 3000) for r in range(3)]
+        steps = sorted(step for mine in every for step in mine)
+        assert len(marks.marks) == len(set(marks.marks)) == len(steps)
+        gaps = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+        assert all(25 <= gap <= 75 for gap in gaps)
+        assert 45 <= sum(gaps) / len(gaps) <= 55
+        assert all(every)
+        again = [self.struck(Marks(), "kill every=50 seed=3", r, 3000) for r in range(3)]
+        assert again == every
+        other = [self.struck(Marks(), "kill every=50 seed=4", r, 3000) for r in range(3)]
+        assert other != every
+
+    def test_of_one_rank(self) -> None:
+        text = "kill every=10 steps rank=1"
+        assert self.struck(Marks(), text, 0, 200) == []
+        assert 13 <= len(self.struck(Marks(), text, 1, 200)) <= 39
+
+
+class Died(Exception):
+    pass
+
+
+def workers_died() -> None:
+    raise Died
