@@ -269,6 +269,8 @@ class Bench:
                 variables=self.variables,
                 callbacks=CallbackStates([], lambda callback: True),
                 agreement=self.trainee.agreement,
+                health=self.trainee.steps.health,
+                rows=self.trainee._rows,
                 generation=1,
                 threads=1,
             ),
