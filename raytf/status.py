@@ -270,8 +270,7 @@ def _live_state(facts: Facts) -> tuple[str, str]:
 
 
 def _attempt(facts: Facts) -> int | None:
-    numbers = [event.attempt for event in facts.events[-1:]]
-    numbers += [max((event.attempt for event in facts.events), default=0)]
+    numbers = [max((event.attempt for event in facts.events), default=0)]
     numbers += [facts.holder.attempt] if facts.holder is not None else []
     return max(numbers) or None
 

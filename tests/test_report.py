@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -242,3 +243,26 @@ def test_from_storage(tmp_path: Path) -> None:
     directory = logs.lay_down(tmp_path / "a", logs.killed())
     source = page(read_facts(resolve(directory)), logs.START)
     assert "config.train_data.rows" in source
+
+
+def test_only_an_attempt_that_broke_off_has_an_edge() -> None:
+    log = logs.driver_death()
+    classes = [a.get("class") for _, a in shown(log).tags]
+    assert classes.count("bar open") == 1 and classes.count("bar") == 1
+    live = logs.Log().begin(1).train(20)
+    classes = [a.get("class") for _, a in shown(live).tags]
+    assert classes.count("bar open") == 0
+    gone = [a.get("class") for _, a in Page(page(facts(live), live.now + 900)).tags]
+    assert gone.count("bar open") == 1
+
+
+def test_who_holds_it_and_which_nodes_are_left_out(tmp_path: Path) -> None:
+    directory = logs.lay_down(tmp_path / "a", logs.Log().begin(1).train(20))
+    logs.lease(directory)
+    node = "4f3a9c1be77d" + "0" * 44
+    book = {"max_faults": 2, "half_life_s": 1.0, "probation_s": 1.0}
+    nodes = {**book, "nodes": {node: {"excluded_until": logs.START + 1200.0}}}
+    (directory / "nodes.json").write_text(json.dumps(nodes))
+    text = Page(page(read_facts(resolve(directory)), logs.START)).text
+    assert "process 42 on elsewhere since" in text
+    assert "4f3a9c1be77d (for 20 min 00 s)" in text and node not in text

@@ -11,6 +11,7 @@ import click
 
 from raytf.cli.output import age, emit, json_option, say, table
 from raytf.errors import NotFoundError, RaytfError, StorageError
+from raytf.faults.incidents import short_node
 from raytf.faults.record import Kind
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def _faults_line(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _node_line(row: Mapping[str, Any]) -> str:
     left = "" if row["left_s"] is None else f" (for {age(row['left_s'])})"
-    return f"node {row['node']}{left}"
+    return f"node {short_node(row['node'])}{left}"
 
 
 def _holder_line(holder: Mapping[str, Any]) -> str:
@@ -255,7 +256,7 @@ def _holder_line(holder: Mapping[str, Any]) -> str:
 def _fault_line(row: Mapping[str, Any]) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(row["time"]))
     who = "" if row["rank"] is None else f" rank {row['rank']}"
-    where = f" on node {row['node']}" if row["node"] else ""
+    where = f" on node {short_node(row['node'])}" if row["node"] else ""
     step = "" if row["step"] is None else f" at step {row['step']}"
     decision = f": {row['decision']}" if row["decision"] else ""
     return f"{at}  {row['kind']}{who}{where}{step}{decision}"

@@ -7,6 +7,7 @@ rows; nobody else puts them together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 from raytf.faults.fault import SAID, FaultKind
 from raytf.faults.record import FAULT_KINDS, Event, Kind
 
-__all__ = ["Incident", "Incidents", "markdown_table"]
+__all__ = ["Incident", "Incidents", "markdown_table", "short_node"]
 
 DRIVER_LOST = "driver_lost"
 # Worth a row, but training goes on.
@@ -86,9 +87,9 @@ class Incident:
 
     @property
     def where(self) -> str:
-        """`rank 1 on node ab12`."""
+        """`rank 1 on node ab12`; long ids are cut."""
         who = "the run" if self.rank is None else f"rank {self.rank}"
-        return f"{who} on node {self.node}" if self.node else who
+        return f"{who} on node {short_node(self.node)}" if self.node else who
 
     @property
     def said(self) -> str:
@@ -257,10 +258,11 @@ class Incidents:
 
     def _went_back(self, step: int) -> None:
         lost = max(0, self._reached - step)
-        ended = [i for i, row in enumerate(self._rows) if row.ended]
-        if lost and (to_blame := self._open[:1] or ended[-1:]):
-            row = self._rows[to_blame[0]]
-            self._rows[to_blame[0]] = replace(row, lost_steps=row.lost_steps + lost)
+        if lost:
+            ended = [i for i, row in enumerate(self._rows) if row.ended]
+            for index in self._open[:1] or ended[-1:]:
+                row = self._rows[index]
+                self._rows[index] = replace(row, lost_steps=row.lost_steps + lost)
         self._reached = step
 
     def _close(self, time: float) -> None:
@@ -289,7 +291,7 @@ def markdown_table(rows: Sequence[Incident], when: Any) -> str:
             when(row.time),
             row.kind.replace("_", " ") + times,
             row.rank,
-            row.node,
+            short_node(row.node) if row.node else None,
             ", ".join(phase),
             "; ".join(row.evidence),
             row.decision,
@@ -308,6 +310,11 @@ def _cell(value: Any, most: int = 300) -> str:
     text = " ".join(str(value).split())
     text = text if len(text) <= most else f"{text[: most - 1]}…"
     return text.translate(_HARMLESS) or "-"
+
+
+def short_node(node: str) -> str:
+    """Ray's ids have 56 digits: the first 12 of them tell nodes apart."""
+    return node[:12] if re.fullmatch(r"[0-9a-f]{20,}", node) else node
 
 
 def _either(first: Any, second: Any) -> Any:

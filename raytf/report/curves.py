@@ -207,9 +207,15 @@ def _thinned(line: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
 
 
 def timeline(
-    attempts: Sequence[Attempt], incidents: Sequence[Incident], saves: Sequence[float]
+    attempts: Sequence[Attempt],
+    incidents: Sequence[Incident],
+    saves: Sequence[float],
+    is_live: bool = False,
 ) -> str:
-    """A figure over the wall time: attempts, what went wrong and how long it stood still, saves."""
+    """A figure over the wall time: attempts, what went wrong and how long it stood still, saves.
+
+    Attempts that broke off have an edge; the last one does not if the run `is_live`.
+    """
     if not attempts:
         return ""
     begin = attempts[0].began
@@ -219,8 +225,9 @@ def timeline(
     def at(time: float) -> float:
         return min(max(100 * (time - begin) / whole, 0.0), 100.0)
 
+    whole_ones = [a for a in attempts if a.ended or (is_live and a is attempts[-1])]
     bars = "".join(
-        f'<i class="bar{"" if a.ended else " open"}" style="left:{at(a.began):.2f}%;'
+        f'<i class="bar{"" if a in whole_ones else " open"}" style="left:{at(a.began):.2f}%;'
         f'width:{max(at(a.latest) - at(a.began), 0.3):.2f}%" title="attempt {a.number}: '
         f'{span(a.latest - a.began)}"><b>{a.number}</b></i>'
         for a in attempts

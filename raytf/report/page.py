@@ -13,7 +13,7 @@ from typing import Any
 
 from raytf.faults.events import Kind
 from raytf.faults.goodput import CATEGORIES, Ledger
-from raytf.faults.incidents import Incident, Incidents
+from raytf.faults.incidents import Incident, Incidents, short_node
 from raytf.faults.redaction import is_secret_name, redact
 from raytf.report.curves import attempts_of, chart, number, series_of, span, timeline
 from raytf.report.style import CSS
@@ -60,14 +60,14 @@ def page(facts: Facts, now: float) -> str:
 def fragment(facts: Facts, now: float) -> str:
     """The same without a document around it: for notebooks."""
     told = status(facts, now)
-    ledger = Ledger.of(facts.events, now if told["state"] in _LIVE else None)
+    is_live = told["state"] in _LIVE
+    ledger = Ledger.of(facts.events, now if is_live else None)
     incidents = Incidents.of(facts.events)
-    saves = [e.time for e in facts.events if e.kind is Kind.CHECKPOINT_COMMITTED]
     parts = [
         _head(facts, told, incidents),
         _tiles(told, ledger),
         _section("Where the time went", _account(ledger)),
-        _section("Timeline", timeline(attempts_of(facts.events), incidents, saves)),
+        _section("Timeline", _timeline(facts, incidents, is_live)),
         _section("Faults", _faults(incidents) if facts.events else ""),
         _section("Metrics", _charts(facts)),
         _section("Environment and configuration", _tables(facts, told)),
@@ -167,6 +167,11 @@ def _account(ledger: Ledger) -> str:
     )
 
 
+def _timeline(facts: Facts, incidents: Sequence[Incident], is_live: bool) -> str:
+    saves = [e.time for e in facts.events if e.kind is Kind.CHECKPOINT_COMMITTED]
+    return timeline(attempts_of(facts.events), incidents, saves, is_live)
+
+
 def _faults(incidents: Sequence[Incident]) -> str:
     if not incidents:
         return "<p>None.</p>"
@@ -181,6 +186,7 @@ def _fault(row: Incident) -> str:
     at = [f"step {row.step}"] if row.step is not None else []
     at += [f"phase {row.phase}"] if row.phase else []
     at += [f"process {row.pid}"] if row.pid is not None else []
+    at += [f"node {row.node}"] if row.node and short_node(row.node) != row.node else []
     facts = [
         ("where", f"attempt {row.attempt}" + "".join(f", {part}" for part in at)),
         ("evidence", "; ".join(row.evidence)),
@@ -214,12 +220,21 @@ def _charts(facts: Facts) -> str:
 
 def _tables(facts: Facts, told: Mapping[str, Any]) -> str:
     about: dict[str, Any] = {"attempt": told["attempt"]}
-    about |= {"held by": told["holder"], "excluded nodes": told["excluded_nodes"]}
+    holder = told["holder"]
+    if holder is not None and not holder["released"]:
+        who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        about["held by"] = who + (", which is gone" if holder["is_dead"] else "")
+    about["excluded nodes"] = ", ".join(map(_excluded, told["excluded_nodes"]))
     about |= {"run": facts.run.get("run"), "raytf, first start": facts.run.get("raytf")}
     fingerprint = facts.fingerprint or facts.run.get("fingerprint")
     left = _table({**about, "versions": facts.versions})
     right = _table({"config": fingerprint} if isinstance(fingerprint, Mapping) else {})
     return f'<div class="two">{left}{right}</div>'
+
+
+def _excluded(row: Mapping[str, Any]) -> str:
+    left = row["left_s"]
+    return short_node(row["node"]) + ("" if left is None else f" (for {span(left)})")
 
 
 def _table(values: Mapping[str, Any]) -> str:
@@ -236,9 +251,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
             rows.append((name, "***"))
         elif isinstance(value, Mapping):
             rows += _flat(value, f"{name}.")
-        elif isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
-            for index, entry in enumerate(value):
-                rows += _flat(entry, f"{name}.{index}.")
         elif value is not None and value != [] and value != "":
             text = str(value)
             rows.append((name, text if len(text) <= 300 else f"{text[:299]}…"))

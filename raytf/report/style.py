@@ -54,12 +54,12 @@ margin-left:8px;color:var(--soft)}
 .raytf .FINISHED,.raytf .RUNNING{color:var(--good)}
 .raytf .ERRORED,.raytf .ABORTED{color:var(--bad)}
 .raytf .RESTARTING,.raytf .UNKNOWN,.raytf .INITIALIZING{color:var(--warn)}
-.raytf .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:10px;
+.raytf .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(155px,1fr));gap:10px;
 margin:20px 0 0;padding:0}
 .raytf .tiles div,.raytf .chart,.raytf .fault{background:var(--card);border:1px solid var(--edge);
 border-radius:8px;padding:10px 14px}
 .raytf .tiles dt{color:var(--soft);font-size:.8rem}
-.raytf .tiles dd{margin:0;font-size:1.2rem;font-weight:600;font-variant-numeric:tabular-nums}
+.raytf .tiles dd{margin:0;font-size:1.1rem;font-weight:600;font-variant-numeric:tabular-nums}
 .raytf .stack{display:flex;height:30px;border-radius:6px;overflow:hidden;gap:1px;
 background:var(--page)}
 .raytf .stack i{min-width:2px}
@@ -122,7 +122,8 @@ white-space:pre;overflow-wrap:normal;color:inherit}
 .raytf th{text-align:left;font-weight:400;color:var(--soft);width:42%;vertical-align:top}
 .raytf th,.raytf td{padding:5px 10px 5px 0;border-bottom:1px solid var(--edge);
 background:none}
-.raytf .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));
+.raytf .two{display:grid;align-items:start;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));
 gap:0 40px}
 .raytf footer{margin-top:36px;color:var(--soft);font-size:.8rem}
 @media print{.raytf details>pre{max-height:none}}

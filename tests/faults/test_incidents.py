@@ -7,7 +7,7 @@ import json
 import pytest
 
 from raytf.faults.events import Event, Kind
-from raytf.faults.incidents import Incident, Incidents, markdown_table
+from raytf.faults.incidents import Incident, Incidents, markdown_table, short_node
 from tests.faults import logs
 
 
@@ -125,3 +125,13 @@ def test_the_table_holds_no_markup() -> None:
     table = markdown_table(rows("hostile"), str)
     assert "<" not in table and "`" not in table and "**" not in table
     assert [line.count("|") for line in table.splitlines()] == [9, 9, 9]
+
+
+def test_rays_long_ids_are_cut_where_people_read() -> None:
+    node = "4f3a9c1be77d" + "0" * 44
+    log = logs.Log().begin(1).add(Kind.NODE_LOST, rank=1, node=node)
+    (row,) = Incidents.of(log.events)
+    assert row.where == "rank 1 on node 4f3a9c1be77d" and row.node == node
+    assert node not in markdown_table([row], str)
+    assert row.to_json()["node"] == node
+    assert short_node("worker-node-with-a-long-name-0") == "worker-node-with-a-long-name-0"
