@@ -106,8 +106,8 @@ def test_it_says_what_happened() -> None:
     for part in (
         "FINISHED",
         "1 fault; the last: rank 1 on node node-1 was killed.",
-        "200 of 200",
-        "4 of 4",
+        "200/200",
+        "4/4",
         "the process is gone; exit signal 9",
         "restart: rank 1 on node node-1 was killed",
         "7.0 s, 12 steps lost",

@@ -10,6 +10,7 @@ from ray.train import Result
 from raytf.checkpoint.storage import resolve
 from raytf.errors import NotFoundError
 from raytf.result import RunResult
+from tests.faults import logs
 
 OUTCOME = {
     "history": {"loss": (2.0, 1.0)},
@@ -52,6 +53,14 @@ def test_reads_well(tmp_path: Path) -> None:
     assert "0123456789ab…" in repr(made)
     html = made._repr_html_()
     assert "a&lt;b" in html and "<table>" in html
+
+
+def test_events_and_where_the_time_went(tmp_path: Path) -> None:
+    log = logs.killed()
+    made = result(logs.lay_down(tmp_path / "a", log))
+    assert len(made.events) == len(log.events)
+    assert made.goodput.lost_steps == 12
+    assert "was killed" in made._repr_html_()
 
 
 @pytest.mark.parametrize("verb", ["load_model", "export"])

@@ -110,10 +110,10 @@ def _count(number: int, what: str) -> str:
 def _tiles(told: Mapping[str, Any], ledger: Ledger) -> str:
     tiles: list[tuple[str, str]] = []
     if told["step"] is not None:
-        of = f" of {told['num_steps']}" if told["num_steps"] else ""
+        of = f"/{told['num_steps']}" if told["num_steps"] else ""
         tiles.append(("steps", f"{told['step']}{of}"))
     if isinstance(told["epoch"], int):
-        of = f" of {told['epochs']}" if told["epochs"] else ""
+        of = f"/{told['epochs']}" if told["epochs"] else ""
         tiles.append(("epoch", f"{told['epoch'] + 1}{of}"))
     for name in _shown_metrics(told["metrics"]):
         tiles.append((name, number(told["metrics"][name])))
