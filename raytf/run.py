@@ -13,11 +13,10 @@ from typing import Any
 
 from raytf.checkpoint.storage import Storage, resolve
 from raytf.checkpoint.store import CheckpointStore
-from raytf.cluster.event_log import read_run_events
 from raytf.faults.events import EventList
 from raytf.faults.goodput import Ledger
 from raytf.report.page import fragment, page
-from raytf.status import history_of, read_facts, status
+from raytf.status import events_of, history_of, read_facts, status
 
 __all__ = ["Run", "open_run"]
 
@@ -36,7 +35,7 @@ class Run:
     @property
     def events(self) -> EventList:
         """All events so far, oldest first."""
-        return read_run_events(self._storage)
+        return events_of(self._storage)
 
     def status(self) -> dict[str, Any]:
         """How it is: see `raytf.status.status`, or `raytf status --json`."""

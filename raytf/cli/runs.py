@@ -40,13 +40,15 @@ def events(run: str, follow: bool, kinds: tuple[str, ...], as_json: bool) -> Non
     RUN is its directory: a local path, s3://, gs://, abfs:// or any other fsspec URL. Lines leave
     stacks out; --json has them: one object a line.
     """
+    from raytf.status import events_of
+
     _check_kinds(kinds)
     storage = _run_at(run)
     skipped = 0
     if follow:
         shown: Iterator[Event] = _followed(storage)
     else:
-        found = _read(storage)
+        found = events_of(storage)
         shown, skipped = iter(found), found.skipped
     try:
         for event in shown:
@@ -76,43 +78,27 @@ def _show(event: Event, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _read(storage: Storage) -> Any:
-    from raytf.cluster.event_log import read_run_events
-
-    try:
-        return read_run_events(storage)
-    except RaytfError:
-        raise
-    except Exception as error:  # a store raises what it likes
-        raise _unreadable(storage, error) from error
-
-
 def _followed(storage: Storage) -> Iterator[Event]:
     from raytf.cluster.event_log import EVENTS, names
     from raytf.faults.events import follow
+    from raytf.status import read_from
 
     place = storage.join(EVENTS)
-
-    def read_bytes(name: str, offset: int) -> bytes:
-        path = place.join(name).path
-        if place.fs.size(path) <= offset:  # some stores refuse a range that is empty
-            return b""
-        return bytes(place.fs.cat_file(path, start=offset))
-
     try:
-        yield from follow(lambda: names(place), read_bytes, time.sleep, poll_s=_POLL_S)
-    except (RaytfError, KeyboardInterrupt, GeneratorExit):
+        yield from follow(
+            lambda: names(place),
+            lambda name, offset: read_from(place, name, offset),
+            time.sleep,
+            poll_s=_POLL_S,
+        )
+    except RaytfError:
         raise
     except Exception as error:  # a store raises what it likes
-        raise _unreadable(storage, error) from error
-
-
-def _unreadable(storage: Storage, error: Exception) -> StorageError:
-    return StorageError(
-        f"The events of {storage.url} cannot be read: {error}. Check that the storage can be "
-        "reached.",
-        path=storage.url,
-    )
+        raise StorageError(
+            f"The events of {storage.url} cannot be read: {error}. Check that the storage can be "
+            "reached.",
+            path=storage.url,
+        ) from error
 
 
 @click.command()
