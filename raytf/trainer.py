@@ -193,6 +193,13 @@ class KerasTrainer(GroupTrainer):
             attempt=attempt,
             limits=limits,
             hang_timeout_s=self.options.watch.hang_timeout_s,
+            config={
+                "epochs": self.spec.epochs,
+                "global_batch_size": self.spec.global_batch_size,
+                "seed": self.spec.seed,
+                "workers": self.scaling_config.max_workers,
+                **{f"config.{name}": value for name, value in self.spec.config.items()},
+            },
         )
 
     def _finished(self, done: Finished) -> RunResult:

@@ -13,6 +13,7 @@ one place.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import posixpath
 import uuid
@@ -26,10 +27,19 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from raytf.errors import ConfigError
 
-__all__ = ["DEFAULT_STORAGE_PATH", "FINAL", "Storage", "resolve", "write_bytes"]
+__all__ = [
+    "DEFAULT_STORAGE_PATH",
+    "FINAL",
+    "SKIPS",
+    "Storage",
+    "read_skips",
+    "resolve",
+    "write_bytes",
+]
 
 DEFAULT_STORAGE_PATH = "~/ray_results"
 FINAL = "final"  # directory of the trained model below a run's directory
+SKIPS = "skips.json"  # batches that a run leaves out, below its directory
 _EXTRAS = {
     "s3": "s3",
     "s3a": "s3",
@@ -134,6 +144,17 @@ def resolve(
         return Storage(fs, _local_path(path))
     protocols = (fs_class.protocol,) if isinstance(fs_class.protocol, str) else fs_class.protocol
     return Storage(fs, path.rstrip("/") or path, scheme if scheme in protocols else protocols[0])
+
+
+def read_skips(storage: Storage) -> list[list[int]]:
+    """[epoch, step of the epoch] of each batch that a run leaves out, in the order of the faults.
+
+    Args:
+        storage: the run's directory.
+    """
+    if not storage.exists(SKIPS):
+        return []
+    return [[int(epoch), int(step)] for epoch, step in json.loads(storage.read_bytes(SKIPS))]
 
 
 def _local_path(text: str) -> str:

@@ -72,6 +72,8 @@ class RunActor:
         self._placement: list[str] = []
         self._watch = watch
         self._log = None if watch is None else watch.open_log()
+        self._board = None if watch is None else watch.open_board()
+        self._steps_per_epoch: int | None = None
         self._supervisor = Supervisor(
             limits=Limits(num_workers=num_workers) if watch is None else watch.limits,
             num_workers=num_workers,
@@ -90,6 +92,8 @@ class RunActor:
             return
         generation = self._meeting.generation or None
         event = self._log.emit(kind, time.time(), **{"generation": generation, **fields})
+        if self._board is not None:
+            self._board.add(event)
         self._records.append((self._cursor + 1, {"kind": "log", "line": event_line(event)}))
         self._cursor += 1
         self._wake()
@@ -233,7 +237,18 @@ class RunActor:
         )
         if self._watch is not None:
             await asyncio.to_thread(self._watch.write_nodes, self._supervisor.nodes)
+            if decision.skip_step is not None:
+                await asyncio.to_thread(self._leave_out, self._watch, decision.skip_step)
         return {"action": decision.action, "delay_s": decision.delay_s, "reason": decision.reason}
+
+    def _leave_out(self, watch: RunWatch, step: int) -> None:
+        if self._steps_per_epoch is None:
+            self._emit(Kind.MESSAGE, step=step, text="a factory's batches cannot be left out")
+            return
+        skips = watch.read_skips()
+        batch = list(divmod(step, self._steps_per_epoch))
+        if batch not in skips:
+            watch.write_skips([*skips, batch])
 
     async def excluded_nodes(self) -> list[str]:
         """Nodes that the next group has to avoid."""
@@ -245,8 +260,9 @@ class RunActor:
 
     async def close(self) -> None:
         """Writes what is left of the log."""
-        if self._log is not None:
-            await asyncio.to_thread(self._log.close)
+        for part in (self._log, self._board):
+            if part is not None:
+                await asyncio.to_thread(part.close)
 
     async def share(
         self, rank: int, group: str, key: str, value: Any, wait: bool = True
@@ -308,7 +324,9 @@ class RunActor:
         told = event_of(record)
         if told is not None:
             self._emit(told[0], **told[1])
-        if record.get("kind") == "step":
+        if record.get("kind") == "start":
+            self._steps_per_epoch = record.get("steps_per_epoch")
+        elif record.get("kind") == "step":
             self._reached = max(self._reached, record["total_step"])
         elif record.get("kind") == "restored":
             self._replayed += max(0, self._reached - record["step"])
