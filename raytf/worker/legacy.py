@@ -179,18 +179,25 @@ class _Steps:
         self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="raytf_step")
         # tf_keras reduces by itself, so where a step begins to wait cannot be marked.
         self.marks = Marks(self.counter, alone=True)
-        self.health: Health | None = None  # of this rank's own losses
+        self.health: Health | None = None  # of this rank's own losses and weights
         self.poison: Poison | None = None
 
     def train(self, data: Any, share: Any) -> None:
         if self.poison is not None:
             data = self.poison.taken(data)
-        logs = self._run(self.model.train_step, data, share)
-        numbers = [(name, value) for name, value in logs.items() if tf.is_tensor(value)]
-        if self.health is not None:
-            self.health.note(self.counter, [(n, v) for n, v in numbers if is_loss(n)])
-        with tf.control_dependencies([value for _, value in numbers]):
+        logs = self._run(self._watched_step, data, share)
+        with tf.control_dependencies([value for value in logs.values() if tf.is_tensor(value)]):
             self.counter.assign_add(1)
+
+    def _watched_step(self, batch: Any) -> Any:
+        logs = self.model.train_step(batch)
+        if self.health is not None:
+            # Gradients cannot be had here; what they were shows in what they changed.
+            values = [(f"weight {v.name}", v) for v in self.model.trainable_variables]
+            losses = [(n, v) for n, v in logs.items() if is_loss(n)] if logs else []
+            read = [(name, tf.convert_to_tensor(value)) for name, value in [*losses, *values]]
+            self.health.note(self.counter, read)
+        return logs
 
     def test(self, data: Any, share: Any) -> None:
         self._run(self.model.test_step, data, share)

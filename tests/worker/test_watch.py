@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raytf.checkpoint.store import CheckpointStore
 from raytf.config import SaveConfig, WatchConfig
 from raytf.data import Order
 from tests.worker.broken import BATCH, ROWS, left_by
@@ -39,10 +40,12 @@ class TestNotANumber:
             error = rank["error"]
             assert (error["step"], error["epoch"], error["batch_step"]) == (10, 1, 3)
             assert error["rows"] == rows_of(1, 3)
-            assert error["variable"] == "loss"
+            # relu makes 0 of it, so that no loss would have told
+            assert error["variable"] == "gradient of dense/kernel"
             assert error["on_nan"] == "stop"
-            assert "loss is not a finite number at step 10 (epoch 2, batch 3)" in error["nan"]
-            assert rank["text"].startswith("TrainingError: loss is not a finite number")
+            text = "gradient of dense/kernel is not a finite number at step 10 (epoch 2, batch 3)"
+            assert error["nan"] == text
+            assert rank["text"].startswith(f"TrainingError: {text}. The batch's rows: ")
             assert "raytf-beat" not in rank["threads"]
         assert ranks[0]["saved"][-1] == 9  # the next one would have been of step 12
 
@@ -57,26 +60,37 @@ class TestNotANumber:
         (error, other) = (rank["error"] for rank in run(case))
         assert error == other
         assert (error["step"], error["epoch"], error["batch_step"]) == (7, 1, 0)
-        assert error["variable"].startswith("gradient of embedding")
+        assert error["variable"].startswith("gradient of sequential/embedding")
         assert error["on_nan"] == "rollback"
 
     def test_ignored_if_asked(self, storage: str) -> None:
         case = Watched(
             storage=storage, drill="nan rank=1 step=3", watch=WatchConfig(on_nan="ignore"), epochs=1
         )
-        result = run(case)[0]["result"]
-        assert result["steps"] == 7
-        assert np.isnan(result["metrics"]["loss"])
+        assert run(case)[0]["result"]["steps"] == 7
+        kernel = CheckpointStore(storage).read(7, ["dense/kernel"])["dense/kernel"]
+        assert np.isnan(kernel).any()
 
     def test_steps_that_the_loss_scale_leaves_out_are_none(self, storage: str) -> None:
-        # The gradient, not the loss: integers have no floats to poison.
-        case = Watched(storage=storage, kind="mixed", drill="nan rank=0 step=3", epochs=1)
-        text = run(case, workers=1)[0]["text"]
-        assert "loss is not a finite number at step 3" in text
+        case = Watched(
+            storage=storage, kind="mixed", integers=True, drill="nan rank=0 step=3", epochs=1
+        )
+        assert run(case, workers=1)[0]["result"]["steps"] == 7
+        store = CheckpointStore(storage)
+        name = next(t.name for t in store.manifest(7).tensors if "dynamic_scale" in t.name)
+        assert store.read(7, [name])[name] == 2.0**14  # halved once
+        bias = store.read(7, ["sequential/dense/bias"])["sequential/dense/bias"]
+        assert np.isfinite(bias).all()
+
+    def test_a_loss_alone(self, storage: str) -> None:
+        case = Watched(storage=storage, kind="loss", drill="nan rank=0 step=3", epochs=1)
+        error = run(case, workers=1)[0]["error"]
+        assert (error["step"], error["variable"]) == (3, "loss")
 
     def test_tf_keras(self, storage: str) -> None:
         for rank in run(Watched(storage=storage, kind="legacy", drill="nan rank=1 step=4")):
             assert (rank["error"]["step"], rank["error"]["rows"]) == (4, rows_of(0, 4))
+            assert rank["error"]["variable"] == "weight dense/kernel:0"
 
 
 class TestBatchesLeftOut:

@@ -49,11 +49,20 @@ class Watched:
 def build_for_integers(config: dict[str, Any]) -> Any:
     import keras
 
+    keras.config.set_dtype_policy("mixed_float16" if config["kind"] == "mixed" else "float32")
     layers: list[Any] = [keras.layers.Input((4,), dtype="int32"), keras.layers.Embedding(50, 3)]
     layers += [keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss=loss, steps_per_execution=config["per_call"])
+    return model
+
+
+def build_linear(config: dict[str, Any]) -> Any:
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((9,)), keras.layers.Dense(3)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
@@ -65,7 +74,11 @@ def train(links: Links, strategy: Any, case: Watched) -> dict[str, Any]:
     if case.integers:
         x = np.abs(x[:, :4] * 10).astype("int32") % 50
     spec = TrainSpec(
-        build_model=build_for_integers if case.integers else broken.build,
+        build_model=build_for_integers
+        if case.integers
+        else build_linear
+        if case.kind == "loss"
+        else broken.build,
         config={"kind": case.kind, "per_call": case.per_call, "rate": 1e-2, "units": 16},
         train_data=ArraySource(x, y),
         global_batch_size=broken.BATCH,
