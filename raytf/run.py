@@ -13,10 +13,11 @@ from typing import Any
 
 from raytf.checkpoint.storage import Storage, resolve
 from raytf.checkpoint.store import CheckpointStore
+from raytf.cluster.event_log import events_of
 from raytf.faults.events import EventList
 from raytf.faults.goodput import Ledger
 from raytf.report.page import fragment, page
-from raytf.status import events_of, history_of, read_facts, status
+from raytf.status import history_of, read_facts, status
 
 __all__ = ["Run", "open_run"]
 

@@ -20,15 +20,24 @@ from raytf.checkpoint.holder import Holder, Process, is_dead
 from raytf.checkpoint.lease import EXPIRES_S, read_holder
 from raytf.checkpoint.storage import FINAL, Storage
 from raytf.checkpoint.store import CheckpointStore
-from raytf.cluster.event_log import EVENTS, names
+from raytf.cluster.event_log import EVENTS, events_of, names
 from raytf.errors import NotFoundError, RaytfError, StorageError
-from raytf.faults.events import Event, EventList, Kind, read_events
+from raytf.faults.events import Event, EventList, Kind
 from raytf.faults.goodput import Ledger
 from raytf.faults.incidents import Incidents
 from raytf.faults.nodes import NodeBook
 
-__all__ = ["RUN", "Facts", "events_of", "history_of", "is_run", "listing"]
-__all__ += ["read_facts", "read_from", "read_json", "run_names", "status"]
+__all__ = [
+    "RUN",
+    "Facts",
+    "history_of",
+    "is_run",
+    "listing",
+    "read_facts",
+    "read_json",
+    "run_names",
+    "status",
+]
 
 RUN = "run.json"
 NODES = "nodes.json"
@@ -102,41 +111,6 @@ def read_facts(storage: Storage) -> Facts:
         nodes=read_json(storage, NODES) if NODES in found else None,
         **facts,
     )
-
-
-def events_of(storage: Storage) -> EventList:
-    """All events of a run, oldest first.
-
-    Args:
-        storage: the run's directory.
-
-    Raises:
-        StorageError: the store does not answer.
-    """
-    place = storage.join(EVENTS)
-    try:
-        return read_events(lambda: names(place), lambda name, at: read_from(place, name, at))
-    except RaytfError:
-        raise
-    except Exception as error:  # a store raises what it likes
-        path = storage.join(EVENTS).url
-        raise StorageError(
-            f"The events in {path} cannot be read: {error}. Check that the storage can be reached.",
-            path=path,
-        ) from error
-
-
-def read_from(place: Storage, name: str, offset: int) -> bytes:
-    """The bytes of an event file from `offset` on.
-
-    Only local files grow without bound; others are parts of a quarter MiB, read whole, because
-    not every store gives a range (Arrow's bridge), or an empty one (S3).
-    """
-    if not place.is_local:
-        return place.read_bytes(name)[offset:]
-    with open(place.join(name).path, "rb") as file:
-        file.seek(offset)
-        return file.read()
 
 
 def _of_manifest(store: CheckpointStore, step: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def events(run: str, follow: bool, kinds: tuple[str, ...], as_json: bool) -> Non
     RUN is its directory: a local path, s3://, gs://, abfs:// or any other fsspec URL. Lines leave
     stacks out; --json has them: one object a line.
     """
-    from raytf.status import events_of
+    from raytf.cluster.event_log import events_of
 
     _check_kinds(kinds)
     storage = _run_at(run)
@@ -79,9 +79,8 @@ def _show(event: Event, as_json: bool) -> None:
 
 
 def _followed(storage: Storage) -> Iterator[Event]:
-    from raytf.cluster.event_log import EVENTS, names
+    from raytf.cluster.event_log import EVENTS, names, read_from
     from raytf.faults.events import follow
-    from raytf.status import read_from
 
     place = storage.join(EVENTS)
     try:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raytf.checkpoint.storage import Storage
+from raytf.errors import RaytfError, StorageError
 from raytf.faults.events import (
     Event,
     EventList,
@@ -21,7 +22,7 @@ from raytf.faults.events import (
     read_events,
 )
 
-__all__ = ["EVENTS", "EventLog", "event_of", "read_run_events"]
+__all__ = ["EVENTS", "EventLog", "event_of", "events_of", "names", "read_from"]
 
 EVENTS = "events"  # directory below a run's directory
 _log = logging.getLogger("raytf")
@@ -104,17 +105,39 @@ def names(storage: Storage) -> list[str]:
     return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in found]
 
 
-def read_run_events(storage: Storage) -> EventList:
+def events_of(storage: Storage) -> EventList:
     """All events of a run, oldest first.
 
     Args:
         storage: the run's directory.
+
+    Raises:
+        StorageError: the store does not answer.
     """
     place = storage.join(EVENTS)
-    return read_events(
-        lambda: names(place),
-        lambda name, offset: bytes(place.fs.cat_file(place.join(name).path, start=offset)),
-    )
+    try:
+        return read_events(lambda: names(place), lambda name, at: read_from(place, name, at))
+    except RaytfError:
+        raise
+    except Exception as error:  # a store raises what it likes
+        path = storage.join(EVENTS).url
+        raise StorageError(
+            f"The events in {path} cannot be read: {error}. Check that the storage can be reached.",
+            path=path,
+        ) from error
+
+
+def read_from(place: Storage, name: str, offset: int) -> bytes:
+    """The bytes of an event file from `offset` on.
+
+    Only local files grow without bound; others are parts of a quarter MiB, read whole, because
+    not every store gives a range (Arrow's bridge), or an empty one (S3).
+    """
+    if not place.is_local:
+        return place.read_bytes(name)[offset:]
+    with open(place.join(name).path, "rb") as file:
+        file.seek(offset)
+        return file.read()
 
 
 def event_of(record: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]] | None:
@@ -133,6 +156,9 @@ def event_of(record: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]] | None:
         fields = {k: record.get(k) for k in ("epoch", "seconds", "rows")}
         logs = dict(record.get("logs") or {})
         return Kind.EPOCH_ENDED, {"step": record.get("total_step"), "logs": logs, **fields}
+    if kind == "start":
+        fields = {k: record.get(k) for k in ("epochs", "steps_per_epoch", "global_batch_size")}
+        return Kind.WORKER_READY, {"rank": 0, **fields}
     if kind == "phase":
         return Kind.PHASE, {"rank": 0, "phase": record["phase"]}
     if kind == "restored":

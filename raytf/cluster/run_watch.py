@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytf.checkpoint.storage import SKIPS, Storage, read_skips
-from raytf.cluster.event_log import EventLog, read_run_events
+from raytf.cluster.event_log import EventLog, events_of
 from raytf.faults.board import TENSORBOARD, Board
 from raytf.faults.events import Event
 from raytf.faults.nodes import NodeBook
@@ -64,7 +64,7 @@ class RunWatch:
         return Board(directory, attempt=self.attempt, past=past, config=self.config, sync=upload)
 
     def _past(self) -> Iterator[Event]:
-        yield from read_run_events(self.storage)  # in the board's thread, when it first asks
+        yield from events_of(self.storage)  # in the board's thread, when it first asks
 
     def read_skips(self) -> list[list[int]]:
         """(epoch, step) of the batches that are left out."""

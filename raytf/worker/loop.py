@@ -137,7 +137,8 @@ class Loop:
         self._agree()
         self._strike("callback")
         self._show(epoch, next_step, rows / max(seconds, 1e-9))
-        self._tell(kind="epoch", epoch=epoch, logs=logs, seconds=seconds, rows=rows)
+        told = {"logs": logs, "seconds": seconds, "rows": rows, "total_step": self.total_step}
+        self._tell(kind="epoch", epoch=epoch, **told)
         return logs
 
     def _train(self, execution: Execution) -> None:
