@@ -16,7 +16,9 @@ __all__ = ["Beat", "Hang", "Watchdog"]
 FACTOR = 20.0  # times the slowest seen of a phase
 LEAST_S, MOST_S = 30.0, 300.0
 _FIRST_S = 300.0  # of a phase that has not been seen yet: a first step traces and compiles
-_COLLECTIVE = ("step", "compile", "metrics", "validate")  # where a rank may be waiting for others
+_WAITING = "wait"  # where a rank is known to wait for the others
+# Where it may be waiting for them.
+_COLLECTIVE = (_WAITING, "step", "compile", "metrics", "validate", "save")
 _PATIENT = {"starting", "building", "export", "idle"}  # bounded elsewhere, or by nothing
 
 
@@ -106,7 +108,9 @@ class Watchdog:
             text = f"no sign of life for {silent:.0f} s; its process is stopped or starved"
             return Hang(ranks=tuple(frozen), phase=beat.phase, step=beat.step, text=text)
         stuck = {r: b.since_s + (now - b.at) for r, b in self.beats.items()}
-        waiting = [r for r, b in self.beats.items() if b.phase in _COLLECTIVE]
+        known = any(b.phase == _WAITING for b in self.beats.values())
+        where = (_WAITING,) if known else _COLLECTIVE
+        waiting = [r for r, b in self.beats.items() if b.phase in where]
         others = [r for r in self.beats if r not in waiting]
         behind = min(b.step for b in self.beats.values())
         slow = [r for r in waiting if self.beats[r].step == behind]

@@ -130,7 +130,7 @@ class Supervisor:
         """
         evidence = Evidence(
             ranks=tuple(
-                self._evidence(rank, deaths, preempted, lost_nodes, now)
+                self._evidence(rank, deaths, preempted, lost_nodes, reached, now)
                 for rank in range(self.num_workers)
             ),
             startup=startup,
@@ -161,12 +161,16 @@ class Supervisor:
         deaths: Mapping[int, str],
         preempted: Sequence[int],
         lost_nodes: Sequence[str],
+        reached: int,
         now: float,
     ) -> RankEvidence:
         known = self._ranks.get(rank, _Rank())
         beat = self.watchdog.beats.get(rank)
         hung = self._hang if self._hang is not None and rank in self._hang.ranks else None
         context: Mapping[str, Any] = (known.error or {}).get("context") or {}
+        step = context.get("step") if beat is None else beat.step
+        if rank in deaths and hung is None:
+            step = reached  # ranks step together: its own last word is up to a second old
         return RankEvidence(
             rank=rank,
             node=known.node,
@@ -177,7 +181,7 @@ class Supervisor:
             error=known.error,
             heartbeat_age_s=None if beat is None else now - beat.at,
             phase=None if beat is None else beat.phase,
-            step=context.get("step") if beat is None else beat.step,
+            step=step,
             started=rank in self._ranks,
             node_alive=False if known.node in lost_nodes and known.node is not None else None,
             draining=rank in preempted,

@@ -56,6 +56,14 @@ def test_the_rank_that_is_behind_is_the_culprit() -> None:
     assert "behind the others" in hang.text
 
 
+def test_who_waits_is_no_culprit() -> None:
+    dog = trained()
+    beats(dog, 140.0, r0=at("wait", 101, 39.0), r1=at("step", 101, 39.0))
+    hang = dog.judge(140.0)
+    assert hang is not None
+    assert (hang.ranks, hang.phase) == ((1,), "step")
+
+
 def test_nobody_ahead_means_all() -> None:
     dog = trained()
     beats(dog, 140.0, r0=at("step", 101, 39.0), r1=at("step", 101, 39.0))
