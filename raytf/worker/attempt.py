@@ -21,6 +21,7 @@ import tensorflow as tf
 from raytf.checkpoint.lease import check_attempt
 from raytf.checkpoint.manifest import step_name
 from raytf.checkpoint.retention import Rule
+from raytf.checkpoint.storage import read_skips
 from raytf.checkpoint.store import CheckpointStore
 from raytf.checkpoint.writer import Writer
 from raytf.config import TrainSpec
@@ -55,6 +56,9 @@ class Attempt:
         links: of this rank.
         phases: of this rank's training thread.
 
+    Attributes:
+        left_out: (epoch, step of the epoch) of batches that are not trained on.
+
     Raises:
         StorageError: the store is not one place that all ranks can use.
     """
@@ -76,6 +80,10 @@ class Attempt:
             mark_fired=lambda kill: drills.write_bytes(b"", kill),
             num_workers=links.num_workers,
         )
+        # Decided after faults, in the store, so that every later group leaves the same ones out.
+        mine = read_skips(place.storage) if links.is_chief else None
+        decided = links.share("skips", mine)[0]
+        self.left_out = (*place.skip, *((epoch, step) for epoch, step in decided))
         self._restorer = Restorer(place, self._store, links, self._say)
         self._restored: Restored | None = None
         self._state: RankState | None = None
@@ -89,11 +97,6 @@ class Attempt:
     def threads(self) -> int | None:
         """TensorFlow's threads that the run began with; None: this is its beginning."""
         return self._restorer.threads
-
-    @property
-    def left_out(self) -> tuple[tuple[int, int], ...]:
-        """(epoch, step) of batches that are not trained on."""
-        return self._place.skip
 
     def prepare(self, steps: Any) -> None:
         """Puts into the steps, before they are traced, what the watch and the drill need there."""
@@ -324,7 +327,7 @@ class Attempt:
     @contextlib.contextmanager
     def during(self, phase: str, step: int) -> Iterator[None]:
         """A drill for this phase strikes while the block runs."""
-        if self._injector.pending(phase):
+        if self._injector.pending(phase, step):
             self._injector.at(phase, step, sudden=False)
             timer = threading.Timer(_STRIKE_S, self._injector.at, (phase, step, True))
             timer.daemon = True

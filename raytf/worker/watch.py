@@ -1,7 +1,8 @@
 """Looks at the state between steps: are its numbers numbers, and is it the same on all ranks?
 
-Owns when to look (before every save, at the end of every epoch, and about every five seconds; at
-the same steps on all ranks) and what is said. What a bad number is, `health` knows.
+Owns when to look (for bad numbers before every save and at the end of every epoch, for both about
+every five seconds; at the same steps on all ranks) and what is said. What a bad number is, `health`
+knows.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ class Watch:
         self._look(place, compare=False)
 
     def before_save(self, place: Place) -> None:
-        """Looks at everything: what is saved must be worth going back to; raises as
-        `before_step`.
+        """Looks for bad numbers, and compares at the end of an epoch or if that is due: comparing
+        reads the whole state, and costs more than the save itself. Raises as `before_step`.
         """
-        self._look(place, compare=True)
+        self._look(place, compare=not place.is_open or place.total_step >= self._next_compare)
 
     def _enter(self, place: Place) -> None:
         if self._epoch is None:
