@@ -257,9 +257,9 @@ class Injector:
         """Whether a strike of this kind is still to come on this rank."""
         return any(strike.verb == verb for strike in self._left)
 
-    def pending(self, phase: str) -> bool:
-        """Whether a strike at this rank waits for this phase."""
-        return any(strike.phase == phase for strike in self._left)
+    def pending(self, phase: str, step: int | None = None) -> bool:
+        """Whether a strike at this rank waits for this phase (and is due at this step)."""
+        return any(s.phase == phase and (step is None or step >= s.step) for s in self._left)
 
     def at(self, phase: str, step: int, sudden: bool | None = None) -> None:
         """Strikes if a strike is due: one for this phase, at this step or earlier.

@@ -123,7 +123,7 @@ class Loop:
             self.saver.before_step(here)
             self._train(execution)
             rows, next_step = rows + execution.rows, execution.last + 1
-            if self.clock() - self._shown >= _PROGRESS_S:
+            if self._is_due(_PROGRESS_S):
                 self._show(epoch, next_step, rows / max(self.clock() - began, 1e-9))
             if self.model.stop_training:
                 break
@@ -136,7 +136,8 @@ class Loop:
         self._call(self.callbacks.on_epoch_end, epoch, dict(logs))
         self._agree()
         self._strike("callback")
-        self._show(epoch, next_step, rows / max(seconds, 1e-9))
+        if self._is_due(_PROGRESS_S / 2):  # short epochs need none of their own
+            self._show(epoch, next_step, rows / max(seconds, 1e-9))
         told = {"logs": logs, "seconds": seconds, "rows": rows, "total_step": self.total_step}
         self._tell(kind="epoch", epoch=epoch, **told)
         return logs
@@ -216,6 +217,9 @@ class Loop:
         self.model.stop_training = bool(stop)
         if rest:
             self.take_decisions(rest)
+
+    def _is_due(self, after_s: float) -> bool:
+        return self.clock() - self._shown >= after_s
 
     def _show(self, epoch: int, steps: int, examples_per_s: float) -> None:
         """A record of the step before `steps`, and of where the time since the last one went."""

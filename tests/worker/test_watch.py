@@ -12,6 +12,7 @@ import pytest
 from raytf.checkpoint.store import CheckpointStore
 from raytf.config import SaveConfig, WatchConfig
 from raytf.data import Order
+from raytf.worker.saving import Place
 from tests.worker.broken import BATCH, ROWS, left_by
 from tests.worker.group import run_group
 from tests.worker.watched import Watched
@@ -31,6 +32,109 @@ def rows_of(epoch: int, batch: int) -> list[int]:
 def storage(tmp_path: Path) -> str:
     (tmp_path / "run" / "outputs").mkdir(parents=True)
     return str(tmp_path / "run")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bits:
+    """The state of two ranks, read in a second."""
+
+    names = ("a", "b")
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.read_at: list[float] = []
+
+    def read(self) -> np.ndarray:
+        self.read_at.append(self.clock.now)
+        self.clock.now += 1.0
+        return np.array([1, 2], np.uint64)
+
+
+class Twin:
+    """An agreement with a rank that says the same as this one."""
+
+    asked = 0
+
+    def sum(self, values: list[float]) -> np.ndarray:
+        self.asked += 1
+        plan, mine = values[:2], np.array(values[2:]).reshape(2, 2)
+        return np.array([*plan, *mine[:, [0, 0]].ravel()])
+
+
+class TestWhenItLooks:
+    """The plan alone: no strategy, no clock but this one."""
+
+    def watch(self, clock: Clock, **config: Any) -> tuple[Any, Bits, Twin]:
+        from raytf.worker.watch import Watch
+
+        bits, twin = Bits(clock), Twin()
+        watch = Watch(
+            config=WatchConfig(**config),
+            agreement=twin,  # type: ignore[arg-type]
+            rank=0,
+            num_ranks=2,
+            health=None,
+            bits=bits,  # type: ignore[arg-type]
+            rows=lambda epoch, step: None,
+            clock=clock,
+        )
+        return watch, bits, twin
+
+    def steps(self, watch: Any, clock: Clock, number: int, step_s: float) -> None:
+        for step in range(number):
+            clock.now += step_s
+            watch.before_step(Place(epoch=0, step=step, total_step=step, is_open=True))
+
+    def test_about_every_five_seconds_and_comparing_takes_its_share_only(self) -> None:
+        clock = Clock()
+        watch, bits, twin = self.watch(clock)
+        self.steps(watch, clock, 400_000, 0.002)  # 800 s
+        assert 140 <= twin.asked <= 180
+        assert 3 <= len(bits.read_at) <= 5
+        gaps = np.diff(bits.read_at)
+        assert all(gaps >= 190.0)  # of which it takes one second
+
+    def test_slow_steps_are_looked_at_one_by_one(self) -> None:
+        clock = Clock()
+        watch, _, twin = self.watch(clock)
+        self.steps(watch, clock, 30, 20.0)
+        assert twin.asked >= 20
+
+    def test_as_often_as_it_is_told(self) -> None:
+        clock = Clock()
+        watch, bits, _ = self.watch(clock, agree_every_steps=7)
+        self.steps(watch, clock, 50, 0.01)
+        assert len(bits.read_at) == 7
+
+    def test_one_step_is_looked_at_once(self) -> None:
+        clock = Clock()
+        watch, bits, twin = self.watch(clock)
+        end = Place(epoch=1, total_step=7)
+        watch.before_save(end)
+        watch.before_save(end)
+        watch.epoch_end(end)
+        assert (twin.asked, len(bits.read_at)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd", "first"),
+    [
+        ([[1, 2, 3], [1, 9, 3], [1, 2, 3]], [1], 1),
+        ([[1, 2, 3], [1, 2, 9]], [0, 1], 2),
+        ([[9, 2], [1, 2], [1, 2], [1, 7]], [0, 1, 2, 3], 0),
+        ([[1, 2], [1, 2], [1, 2], [8, 7]], [3], 0),
+    ],
+)
+def test_who_is_odd(digests: list[list[int]], odd: list[int], first: int) -> None:
+    from raytf.worker.watch import odd_ranks
+
+    assert odd_ranks(np.array(digests, np.uint64)) == (odd, first)
 
 
 class TestNotANumber:
@@ -146,8 +250,9 @@ class TestReplicas:
             assert "frozen/kernel differs on rank 1 before step 4" in found["text"]
         assert ranks[0]["saved"] == []
 
-    def test_of_two_both_are_named_and_a_save_looks_first(self, storage: str) -> None:
-        ranks = run(Watched(storage=storage, poke=(0, 5)))
+    def test_of_two_both_are_named_and_nothing_of_it_is_saved(self, storage: str) -> None:
+        case = Watched(storage=storage, poke=(0, 5), watch=WatchConfig(agree_every_steps=3))
+        ranks = run(case)
         assert [rank["error"]["ranks"] for rank in ranks] == [[0, 1]] * 2
         assert [rank["error"]["step"] for rank in ranks] == [6, 6]
         assert all("diverged" in rank["error"] for rank in ranks)
@@ -156,17 +261,17 @@ class TestReplicas:
 
 class TestWhereTimeGoes:
     def test_a_slow_transform_is_blamed_on_the_data_of_its_rank(self, storage: str) -> None:
-        case = Watched(storage=storage, slow_data_s=0.06, save=SaveConfig(every_steps=100))
+        case = Watched(storage=storage, slow_data_s=0.1, save=SaveConfig(every_steps=100))
         ranks = run(case)
         shown = ranks[0]["shown"]
         categories = {k for record in shown for k in record["seconds"]}
         assert {"start", "compile", "step"} <= categories
         told = sum(sum(record["seconds"].values()) for record in shown)
         assert told == pytest.approx(ranks[0]["seconds"], rel=0.05, abs=1.0)
-        # 14 steps of 8 or fewer rows, two rows at a time: about 0.24 s each
+        # 14 steps of 8 or fewer rows, two rows at a time: about 0.4 s each
         seconds = [totals(rank["beats"]) for rank in ranks]
-        assert seconds[1]["data"] > 4 * seconds[1].get("step", 0.0)
-        assert seconds[0]["wait"] > 4 * seconds[0].get("data", 0.0)
+        assert seconds[1]["data"] > 3 * seconds[1].get("step", 0.0)
+        assert seconds[0]["wait"] > 2 * seconds[0].get("data", 0.0)
         live = [b["phase"] for b in ranks[1]["beats"] if b["step"] > 0]
         assert live.count("data") > len(live) / 2
 
