@@ -22,6 +22,7 @@ import ray
 from raytf.cluster.event_log import event_of
 from raytf.cluster.failures import root_of
 from raytf.cluster.hang import Watchdog
+from raytf.cluster.metrics import RunMetrics
 from raytf.cluster.ranks import listed_ranks
 from raytf.cluster.rendezvous import Rendezvous, Verdict, mismatch_text
 from raytf.cluster.run_watch import RunWatch
@@ -36,6 +37,7 @@ NAMESPACE = "raytf"
 _QUEUE = 2000  # progress records kept for a driver that looks away
 _DRIVER_GRACE_S = 5.0
 _WATCH_S = 1.0
+_WINDOW_S = 10.0  # of the search for slow ranks
 _STACKS_S = 5.0  # given to the ranks to send their stacks
 _SLICE_S = 1.0  # longest sleep of a waiting verb: limits are checked at least this often
 
@@ -73,6 +75,7 @@ class RunActor:
         self._watch = watch
         self._log = None if watch is None else watch.open_log()
         self._board = None if watch is None else watch.open_board()
+        self._metrics = None if watch is None else RunMetrics(watch.run)
         self._steps_per_epoch: int | None = None
         self._supervisor = Supervisor(
             limits=Limits(num_workers=num_workers) if watch is None else watch.limits,
@@ -94,6 +97,8 @@ class RunActor:
         event = self._log.emit(kind, time.time(), **{"generation": generation, **fields})
         if self._board is not None:
             self._board.add(event)
+        if self._metrics is not None:
+            self._metrics.add(event)
         self._records.append((self._cursor + 1, {"kind": "log", "line": event_line(event)}))
         self._cursor += 1
         self._wake()
@@ -185,7 +190,7 @@ class RunActor:
         """A sign of life; the answer is whether the rank is to send its stacks."""
         if group != self._meeting.group:
             return False
-        self._supervisor.watchdog.heard(rank, told, time.monotonic())
+        self._supervisor.heard(rank, told, time.monotonic())
         self._reached = max(self._reached, int(told.get("step") or 0))
         return rank in self._asked_for_stacks
 
@@ -197,9 +202,13 @@ class RunActor:
             self._wake()
 
     async def _watch_over(self) -> None:
-        """Looks for hangs, once a second, as long as the run lives."""
+        """Looks for hangs and slow ranks, as long as the run lives."""
+        window_ends = time.monotonic() + _WINDOW_S
         while True:
             await asyncio.sleep(_WATCH_S)
+            if time.monotonic() >= window_ends:
+                window_ends += _WINDOW_S
+                self._supervisor.look_for_stragglers()
             hang = self._supervisor.hang(time.monotonic())
             if hang is None:
                 continue
@@ -374,20 +383,7 @@ class RunActor:
             "last_error": self._last_error,
             "generations": self._meeting.generation,
             "replayed_steps": self._replayed,
-            "fault": self._last_fault(),
-        }
-
-    def _last_fault(self) -> dict[str, Any] | None:
-        if self._supervisor.last is None:
-            return None
-        fault, decision = self._supervisor.last
-        number = len(self._supervisor.history.past)
-        return {
-            "number": number,
-            "summary": fault.summary(),
-            "kind": str(fault.kind),
-            "action": decision.action,
-            "reason": decision.reason,
+            "fault": self._supervisor.last_told(),
         }
 
     async def errors(self) -> list[dict[str, Any]]:

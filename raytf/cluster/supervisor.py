@@ -16,6 +16,7 @@ from raytf.faults.classify import Evidence, Fault, FaultKind, RankEvidence, clas
 from raytf.faults.events import Kind
 from raytf.faults.nodes import NodeBook
 from raytf.faults.policy import Decision, History, Limits, decide
+from raytf.faults.stragglers import StragglerBook
 
 __all__ = ["KIND_OF", "Supervisor"]
 
@@ -32,7 +33,6 @@ KIND_OF = {
     FaultKind.NAN: Kind.NAN_DETECTED,
     FaultKind.DIVERGENCE: Kind.DIVERGENCE_DETECTED,
 }
-_ENDED = ("restart", "replace", "rollback", "skip_batch")
 
 
 @dataclass
@@ -70,16 +70,47 @@ class Supervisor:
     last: tuple[Fault, Decision] | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict[int, _Rank])
     _hang: Hang | None = None
+    _book: StragglerBook = field(default_factory=StragglerBook)
+    _window: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
 
     def begin(self) -> None:
         """A new group of worker processes."""
         self._ranks, self._hang = {}, None
+        self._book, self._window = StragglerBook(), {}
         self.watchdog.begin()
 
     def hello(self, rank: int, node: str | None, pid: int | None, handle: Any) -> None:
         """A worker process says who it is."""
         self._ranks[rank] = _Rank(node=node, pid=pid, handle=handle)
         self.emit(Kind.WORKER_STARTED, rank=rank, node=node, pid=pid)
+
+    def heard(self, rank: int, told: Mapping[str, Any], now: float) -> None:
+        """A rank's beat."""
+        self.watchdog.heard(rank, told, now)
+        spent = self._window.setdefault(rank, {})
+        for phase, seconds in dict(told.get("seconds") or {}).items():
+            spent[phase] = spent.get(phase, 0.0) + float(seconds)
+
+    def look_for_stragglers(self) -> None:
+        """Ends a window of time; tells of ranks that were slow in several of them."""
+        window, self._window = self._window, {}
+        if len(window) < max(2, self.num_workers):
+            return
+        self._book, found = self._book.observe(window)
+        for slow in found:
+            known = self._ranks.get(slow.rank, _Rank())
+            self.emit(
+                Kind.STRAGGLER_DETECTED,
+                rank=slow.rank,
+                node=known.node,
+                pid=known.pid,
+                phase=slow.phase,
+                summary=slow.summary(),
+                factor=slow.factor,
+                share=slow.share,
+                seconds=slow.seconds,
+                others_s=slow.others_s,
+            )
 
     def error(self, rank: int, record: Mapping[str, Any], now: float) -> None:
         """A rank's own word on why it ends; the first counts."""
@@ -147,7 +178,7 @@ class Supervisor:
             nodes=before,
             capacity=capacity,
         )
-        self._book(fault, wall, capacity)
+        self._charge_node(fault, wall, capacity)
         self.history = self.history.after(
             fault, decision, reached=reached, time=wall, attempt=self.attempt
         )
@@ -190,7 +221,7 @@ class Supervisor:
             diverged=context.get("diverged"),
         )
 
-    def _book(self, fault: Fault, wall: float, capacity: Mapping[str, int] | None) -> None:
+    def _charge_node(self, fault: Fault, wall: float, capacity: Mapping[str, int] | None) -> None:
         if not fault.hardware_like or fault.node is None:
             return
         book = self.nodes.record(fault.node, wall)
@@ -233,7 +264,15 @@ class Supervisor:
             exclude_node=decision.exclude_node,
         )
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the last answer ended the run."""
-        return self.last is not None and self.last[1].action not in (*_ENDED, "continue")
+    def last_told(self) -> dict[str, Any] | None:
+        """The newest fault and its answer as plain data, for the driver."""
+        if self.last is None:
+            return None
+        fault, decision = self.last
+        return {
+            "number": len(self.history.past),
+            "summary": fault.summary(),
+            "kind": str(fault.kind),
+            "action": decision.action,
+            "reason": decision.reason,
+        }

@@ -152,3 +152,15 @@ def test_the_last_error_says_why_the_run_stops() -> None:
     )
     assert with_decision(RaytfError("x"), None).message == "x"
     assert said({"summary": "a died", "reason": "a died; once more"}) == "a died; once more"
+
+
+def test_a_rank_that_is_slow_again_and_again_is_told_of_and_left_alone() -> None:
+    supervisor, events = make()
+    for _ in range(4):
+        supervisor.heard(0, {"phase": "wait", "seconds": {"step": 2.0, "wait": 8.0}}, 1.0)
+        supervisor.heard(1, {"phase": "step", "seconds": {"step": 9.0, "wait": 1.0}}, 1.0)
+        supervisor.look_for_stragglers()
+    told = events.of(Kind.STRAGGLER_DETECTED)
+    assert [(t["rank"], t["phase"]) for t in told] == [(1, "step")]
+    assert "slow in step" in told[0]["summary"]
+    assert events.of(Kind.DECISION) == []
