@@ -23,7 +23,7 @@ from raytf.checkpoint.manifest import step_name
 from raytf.checkpoint.retention import Rule
 from raytf.checkpoint.storage import read_skips
 from raytf.checkpoint.store import CheckpointStore
-from raytf.checkpoint.writer import Writer
+from raytf.checkpoint.writer import Outcome, Writer
 from raytf.config import TrainSpec
 from raytf.faults.drill import Injector
 from raytf.worker.callback_state import CallbackStates
@@ -214,12 +214,7 @@ class Attempt:
         `on_train_begin`.
         """
         links, place = self._links, self._place
-        state = RankState(
-            variables,
-            callbacks,
-            links.rank,
-            links.num_workers,
-        )
+        state = RankState(variables, callbacks, links.rank, links.num_workers)
         common = {name: c.variable for name, c in variables.cells.items() if not c.alone}
         self.watch = Watch(
             config=place.watch,
@@ -230,27 +225,9 @@ class Attempt:
             bits=Digests(common),
             rows=rows,
         )
-        rule = place.save
-        writer = Writer(
-            self._store,
-            rank=links.rank,
-            num_workers=links.num_workers,
-            attempt=place.attempt,
-            generation=generation,
-            peers=links,
-            rule=Rule(
-                keep_last=rule.keep_last,
-                keep_best=rule.keep_best,
-                best_mode=rule.best_mode,
-                num_best=place.num_best,
-                keep_every=rule.keep_every,
-            ),
-            may_commit=lambda: check_attempt(place.storage, place.attempt, place.owner),
-            at=self._injector.at,
-            done=lambda outcome: saver.done(outcome),
-        )
+        writer = self._writer(generation, lambda outcome: saver.done(outcome))
         saver = Saver(
-            config=rule,
+            config=place.save,
             state=state,
             writer=writer,
             agreement=agreement,
@@ -271,6 +248,27 @@ class Attempt:
         else:
             callbacks.before_train_begin(None)
         return saver
+
+    def _writer(self, generation: int, done: Callable[[Outcome], None]) -> Writer:
+        links, place, save = self._links, self._place, self._place.save
+        return Writer(
+            self._store,
+            rank=links.rank,
+            num_workers=links.num_workers,
+            attempt=place.attempt,
+            generation=generation,
+            peers=links,
+            rule=Rule(
+                keep_last=save.keep_last,
+                keep_best=save.keep_best,
+                best_mode=save.best_mode,
+                num_best=place.num_best,
+                keep_every=save.keep_every,
+            ),
+            may_commit=lambda: check_attempt(place.storage, place.attempt, place.owner),
+            at=self._injector.at,
+            done=done,
+        )
 
     def began(self, model: Any, engine: Engine) -> None:
         """After `on_train_begin`: what callbacks may have changed there is put back."""

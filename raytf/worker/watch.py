@@ -66,7 +66,7 @@ class Digests:
 def _digest(tensor: tf.Tensor) -> int:
     # `numpy()` copies all of it.
     array = np.ascontiguousarray(np.asarray(tensor))
-    return xxhash.xxh3_64_intdigest(array.reshape(-1).view(np.uint8))
+    return xxhash.xxh3_64_intdigest(array.reshape(-1).view(np.uint8).data)
 
 
 class Watch:
