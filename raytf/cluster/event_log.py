@@ -5,7 +5,6 @@ Joins `faults.events`, which knows no files, and `checkpoint.storage`, which kno
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +16,14 @@ from raytf.faults.events import (
     EventList,
     EventWriter,
     Kind,
-    event_line,
     next_part,
     read_events,
 )
 
-__all__ = ["EVENTS", "EventLog", "event_of", "events_of", "names", "read_from"]
+__all__ = ["EVENTS", "QUIET", "EventLog", "event_of", "events_of", "names", "read_from"]
 
 EVENTS = "events"  # directory below a run's directory
-_log = logging.getLogger("raytf")
-_QUIET = {Kind.STEP_REACHED, Kind.PHASE, Kind.MESSAGE, Kind.EPOCH_ENDED}  # shown by the display
+QUIET = {Kind.STEP_REACHED, Kind.PHASE, Kind.MESSAGE, Kind.EPOCH_ENDED}  # shown by the display
 _OUTCOMES = {
     "committed": Kind.CHECKPOINT_COMMITTED,
     "failed": Kind.CHECKPOINT_FAILED,
@@ -84,11 +81,6 @@ class EventLog:
         )
         self._writer.emit(event)
         return event
-
-    def say(self, event: Event) -> None:
-        """One line for the driver's log, unless the display shows it anyway."""
-        if event.kind not in _QUIET:
-            _log.info("%s", event_line(event))
 
     def close(self) -> None:
         """Writes what is left."""

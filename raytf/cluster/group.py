@@ -229,7 +229,7 @@ class _Watch:
                 _log.warning("waiting for room for %s; free in the cluster: %s", self._asked, free)
         for record in answer["records"]:
             if record.get("kind") == "log":
-                _log.debug("%s", record["line"])
+                _log.log(logging.DEBUG if record["quiet"] else logging.INFO, "%s", record["line"])
         self._on_records(answer["records"])
 
     def _say_faults(self, answer: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from raytf.cluster.event_log import event_of
+from raytf.cluster.event_log import QUIET, event_of
 from raytf.cluster.failures import root_of
 from raytf.cluster.hang import Watchdog
 from raytf.cluster.metrics import RunMetrics
@@ -99,7 +99,8 @@ class RunActor:
             self._board.add(event)
         if self._metrics is not None:
             self._metrics.add(event)
-        self._records.append((self._cursor + 1, {"kind": "log", "line": event_line(event)}))
+        line = {"kind": "log", "line": event_line(event), "quiet": event.kind in QUIET}
+        self._records.append((self._cursor + 1, line))
         self._cursor += 1
         self._wake()
 
