@@ -205,7 +205,8 @@ class RunLine:
         if record.get("kind") == "step":
             self.last_step = record.get("total_step", self.last_step)
             now = time.monotonic()
-            if now - self._sent_at < _PROGRESS_EVERY_S:
+            # What accounts for time is sent in any case: the ledger must sum up.
+            if not record.get("seconds") and now - self._sent_at < _PROGRESS_EVERY_S:
                 return
             self._sent_at = now
         try:
