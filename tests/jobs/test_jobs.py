@@ -64,13 +64,14 @@ def test_usage_is_exit_code_2() -> None:
 )
 def test_flags_that_are_given_reach_the_trainer(line: str, options: dict[str, Any]) -> None:
     args = jobkit.parser("", epochs=1, global_batch_size=64).parse_args(line.split())
-    assert jobkit.given(args) == options
+    assert jobkit.given(args) == {"save": raytf.SaveConfig(every_steps=100), **options}
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--drill", "kill rank=1 step=30"], "drill="),
+        (["--drill", "burn rank=1 step=30"], "drill: 'burn rank=1 step=30'"),
+        (["--recovery", "survivor"], "mode='survivor'"),
         (["--global-batch-size", "1"], "batch_size=1"),
     ],
 )
