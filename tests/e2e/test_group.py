@@ -170,8 +170,8 @@ def test_fit_evaluate_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
     assert made.evaluate(raytf.ArraySource(X, X[:, 0])) == {"loss": 0.5}
     np.testing.assert_array_equal(made.predict(raytf.ArraySource(X)), X * 2)
-    left = sorted(p.name for p in (place / "run").iterdir() if not p.name.startswith(".validate"))
-    assert left == ["final"]
+    left = {p.name for p in (place / "run").iterdir() if not p.name.startswith(".validate")}
+    assert left == {"events", "final", "lease.json", "run.json", "tensorboard"}
 
 
 def test_the_users_error_comes_first_and_whole(tmp_path: Path) -> None:
@@ -203,8 +203,14 @@ def test_ranks_that_cannot_raise_are_ended_by_the_driver(tmp_path: Path) -> None
 
 
 def test_a_killed_worker_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="rank 1 failed: its process died"):
-        trainer(dies_once, tmp_path, config={"mark": str(tmp_path / "mark")}).fit()
+    with pytest.raises(TrainingError, match="rank 1 failed: its process died") as caught:
+        trainer(
+            dies_once,
+            tmp_path,
+            config={"mark": str(tmp_path / "mark")},
+            recovery=raytf.RecoveryConfig(mode="off"),
+        ).fit()
+    assert caught.value.context["fault"] == "killed"
 
 
 def test_a_restarted_group_forms_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,7 +224,8 @@ def test_a_restarted_group_forms_again(tmp_path: Path, caplog: pytest.LogCapture
     ).fit()
     assert result.metrics == {"loss": 1.0}
     assert result.generations == 2
-    assert "restarts the workers (start 2)" in caplog.text
+    assert "was killed" in caplog.text
+    assert "failure 1 of 1: all workers start anew" in caplog.text
 
 
 def test_more_than_the_cluster_can_ever_hold(tmp_path: Path) -> None:

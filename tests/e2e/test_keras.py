@@ -90,10 +90,10 @@ def test_train_evaluate_predict_load_export(
     assert (tmp_path / "m.keras").stat().st_size > 1000
     assert (tmp_path / "served" / "saved_model.pb").exists()
 
-    assert "holds a finished run" not in caplog.text
+    assert "is finished" not in caplog.text
     again = trainer(tmp_path, epochs=1).fit()
-    assert "holds a finished run" in caplog.text
-    assert again.steps == 5
+    assert "is finished, with epochs=6; epochs=1 asks for less" in caplog.text
+    assert (again.steps, again.weights_sha256) == (result.steps, result.weights_sha256)
     assert os.listdir(tmp_path / "run" / "final")
 
 
