@@ -197,6 +197,7 @@ def raytf_arm(strategy: Any, model: str, steps_per_call: int, rank: int) -> Arm:
     from raytf.config import TrainSpec
     from raytf.data import ArraySource
     from raytf.worker.engine import engine_for
+    from raytf.worker.health import Health
     from raytf.worker.links import Links
     from raytf.worker.session import Trainee
 
@@ -218,7 +219,7 @@ def raytf_arm(strategy: Any, model: str, steps_per_call: int, rank: int) -> Arm:
         """There is no run actor here."""
 
     own = {"num_cpus": 1, "num_gpus": 0, "host": "127.0.0.1"}
-    calls = ("join", "hold", "ready", "compare", "progress", "deliver")
+    calls = ("join", "hold", "ready", "compare", "share", "post", "restored", "progress", "deliver")
     ranks = strategy.num_replicas_in_sync
     links = Links(rank=rank, num_workers=ranks, **own, **dict.fromkeys(calls, nothing))
     spec = TrainSpec(
@@ -231,7 +232,9 @@ def raytf_arm(strategy: Any, model: str, steps_per_call: int, rank: int) -> Arm:
 
     def train() -> None:
         try:
-            Trainee(spec, links, strategy, engine_for(legacy_keras=False)).train()
+            trainee = Trainee(spec, links, strategy, engine_for(legacy_keras=False))
+            trainee.steps.health = Health()  # as every run looks for NaN
+            trainee.train()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
