@@ -39,8 +39,7 @@ LAZY_TENSORFLOW = ("result", "trainer")  # inside the function that loads or exp
 _HOMES = ("worker/keras_compat.py", "worker/survivor.py")
 PRIVATE_HOMES = {
     "keras.src": _HOMES,
-    # random_state: for both Keras, of which a process must import only one
-    "tensorflow.python": (*_HOMES, "worker/random_state.py"),
+    "tensorflow.python": _HOMES,
     "tf_keras.src": ("worker/legacy.py",),  # a Keras of its own; no longer changes
 }
 

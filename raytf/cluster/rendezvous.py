@@ -216,11 +216,6 @@ class Rendezvous:
             return None
         return self._missing_joins() if self._current is None else self._missing_servers()
 
-    @property
-    def is_up(self) -> bool:
-        """Whether every server of the current generation has been reported up."""
-        return self._current is not None and self._current.up()
-
     def _superseded(self, rank: int) -> Verdict:
         return _failed(
             "StartupError",

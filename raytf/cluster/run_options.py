@@ -12,7 +12,7 @@ from ray.train import CheckpointConfig
 
 from raytf.config import RecoveryConfig, SaveConfig, WatchConfig, refuse_unbuilt
 from raytf.errors import ConfigError
-from raytf.faults.drill import Kill, parse_drill
+from raytf.faults.drill import Strike, parse_drill
 
 __all__ = ["RunOptions", "take_options"]
 
@@ -38,7 +38,7 @@ class RunOptions:
     num_best: int = 1
     recovery: RecoveryConfig = dataclasses.field(default_factory=RecoveryConfig)
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
-    kills: tuple[Kill, ...] = ()
+    kills: tuple[Strike, ...] = ()
     resume_from: str | None = None
     resume_strict: bool = True
 

@@ -24,7 +24,7 @@ from raytf.config import SaveConfig, TrainSpec, WatchConfig
 from raytf.data import is_factory
 from raytf.data.fingerprint import describe
 from raytf.errors import ConfigError, StorageError
-from raytf.faults.drill import Kill
+from raytf.faults.drill import Strike
 from raytf.worker.links import Origin, RunPlace
 
 __all__ = ["Finished", "OpenRun", "changed", "finished", "fingerprint", "open_run"]
@@ -104,7 +104,7 @@ def open_run(
     *,
     num_best: int = 1,
     watch: WatchConfig | None = None,
-    kills: tuple[Kill, ...] = (),
+    kills: tuple[Strike, ...] = (),
     origin: Origin | None = None,
 ) -> Iterator[OpenRun]:
     """Takes the run for this process, checks that it is the same run, and gives it back at the end.

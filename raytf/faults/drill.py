@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from raytf.errors import ConfigError, RaytfError
 
-__all__ = ["PHASES", "VERBS", "Injector", "Kill", "Strike", "parse_drill"]
+__all__ = ["PHASES", "VERBS", "Injector", "Strike", "parse_drill"]
 
 PHASES = ("data", "step", "copy", "write", "commit", "validate", "callback")
 VERBS = ("kill", "stop", "raise", "nan", "slow", "exit", "segfault")
@@ -76,9 +76,6 @@ class Strike:
     def is_sudden(self) -> bool:
         """Whether it may strike in the middle of the phase, from any thread."""
         return self.verb in _SUDDEN
-
-
-Kill = Strike  # as long as all strikes were kills
 
 
 def parse_drill(text: str, num_workers: int | None = None) -> tuple[Strike, ...]:

@@ -57,7 +57,8 @@ class Attempt:
         phases: of this rank's training thread.
 
     Attributes:
-        left_out: (epoch, step of the epoch) of batches that are not trained on.
+        left_out: (epoch, step of the epoch) of batches that are not trained on. Steps are counted
+            over them, so all other batches are what they would have been.
 
     Raises:
         StorageError: the store is not one place that all ranks can use.
@@ -83,7 +84,7 @@ class Attempt:
         # Decided after faults, in the store, so that every later group leaves the same ones out.
         mine = read_skips(place.storage) if links.is_chief else None
         decided = links.share("skips", mine)[0]
-        self.left_out = (*place.skip, *((epoch, step) for epoch, step in decided))
+        self.left_out = tuple((epoch, step) for epoch, step in decided)
         self._restorer = Restorer(place, self._store, links, self._say)
         self._restored: Restored | None = None
         self._state: RankState | None = None

@@ -35,8 +35,8 @@ from raytf.worker.foreign_files import (
     without_rate,
 )
 from raytf.worker.links import Origin
-from raytf.worker.random_state import random_state, set_random_state
 from raytf.worker.state import code_of, difference
+from raytf.worker.survivor import random_state, set_random_state
 
 __all__ = ["load_foreign"]
 

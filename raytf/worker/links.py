@@ -63,8 +63,6 @@ class RunPlace:
         fingerprint: what must not change when a run is resumed.
         kills: faults to inject.
         watch: what counts as a fault while training is alive.
-        skip: (epoch, step of the epoch) of batches that are left out, from 0. The count of steps
-            and the position go on over them, so all other batches are what they would have been.
         origin: what a run without own checkpoints starts from; None: from the beginning.
         go_on: whether training goes on although a callback had stopped it (more epochs were asked
             for).
@@ -79,7 +77,6 @@ class RunPlace:
     num_best: int = 1
     kills: tuple[Strike, ...] = ()
     watch: WatchConfig = field(default_factory=WatchConfig)
-    skip: tuple[tuple[int, int], ...] = ()
     origin: Origin | None = None
     go_on: bool = False
 

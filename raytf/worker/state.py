@@ -20,7 +20,7 @@ from raytf.checkpoint.layout import Slice, TensorInfo, divide
 from raytf.checkpoint.writer import Images
 from raytf.errors import ConfigError
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.random_state import random_state, set_random_state
+from raytf.worker.survivor import random_state, set_random_state
 
 __all__ = [
     "Cell",

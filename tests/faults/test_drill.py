@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from raytf.errors import ConfigError, RaytfError
-from raytf.faults.drill import PHASES, Injector, Kill, Strike, parse_drill
+from raytf.faults.drill import PHASES, Injector, Strike, parse_drill
 
 
 def test_grammar() -> None:
-    assert parse_drill("kill rank=1 step=30") == (Kill(1, 30, "step", 0),)
+    assert parse_drill("kill rank=1 step=30") == (Strike(1, 30, "step", 0),)
     text = " kill rank=1  step=30 phase=copy ;kill step=0 rank=0;"
-    assert parse_drill(text) == (Kill(1, 30, "copy", 0), Kill(0, 0, "step", 1))
+    assert parse_drill(text) == (Strike(1, 30, "copy", 0), Strike(0, 0, "step", 1))
     for phase in PHASES:
         assert parse_drill(f"kill phase={phase} rank=2 step=5")[0].phase == phase
 

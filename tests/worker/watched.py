@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raytf.checkpoint.storage import resolve
+from raytf.checkpoint.storage import SKIPS, resolve
 from raytf.checkpoint.store import CheckpointStore
 from raytf.config import SaveConfig, TrainSpec, WatchConfig
 from raytf.data import ArraySource
@@ -98,8 +99,9 @@ def train(links: Links, strategy: Any, case: Watched) -> dict[str, Any]:
         fingerprint={},
         kills=parse_drill(case.drill) if case.drill else (),
         watch=case.watch,
-        skip=case.skip,
     )
+    if case.skip and links.is_chief:
+        place.storage.write_bytes(json.dumps(case.skip).encode(), SKIPS)
     records: list[dict[str, Any]] = []
     beats: list[dict[str, Any]] = []
     links = dataclasses.replace(links, progress=records.append, beat=beats.append)

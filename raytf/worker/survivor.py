@@ -1,7 +1,8 @@
-"""TensorFlow's own random state: what gives eager random operations their seeds.
+"""The one place that reaches into TensorFlow's eager context, for either Keras.
 
-Operations inside a compiled step do not take part: Keras's are stateless, and the state of others
-(`tf.random.uniform`) lies in their kernels, out of reach; `worker.step` names those.
+Now for its random state: what gives eager random operations their seeds. Operations inside a
+compiled step do not take part: Keras's are stateless, and the state of others (`tf.random.uniform`)
+lies in their kernels, out of reach; `worker.step` names those.
 """
 
 from __future__ import annotations
